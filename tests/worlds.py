@@ -8,8 +8,8 @@
         first, second = world(2).run(losses, 3)
 
 A rank is forked from a server that has already imported torch, joins its world's process group once, and then answers
-calls until the session ends. An exception on a rank is raised again in the test, with that rank's traceback. A world whose
-ranks no longer agree (one raised alone, died, or ran past the time limit) is ended and started afresh by the next call.
+calls until the session ends. An exception on a rank is raised again in the test, with that rank's traceback. A world
+whose ranks no longer agree (one raised alone, died, or ran past the time limit) is ended and started afresh by the next call.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _serve(rank: int, size: int, port: int, stack_path: str, connection: multipr
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.distributed_c10d.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     home = dist.group.WORLD
     connection.send_bytes(_packed(Outcome()))
@@ -202,7 +202,7 @@ class World:
         context.set_forkserver_preload(["torch", "torch.distributed"])
         self._folder = tempfile.TemporaryDirectory(prefix="onecopy-world-")
         # The store lives here, so that it outlasts any rank and its port is never taken by another world.
-        self._store = dist.distributed_c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             arguments = (rank, self.size, self._store.port, str(self._stack_path(rank)), theirs)
@@ -226,8 +226,8 @@ class World:
     ) -> list[Any]:
         """Call a top-level function with the same arguments on every rank and return the results in rank order.
 
-        `timeout` is in seconds. Seeds, default dtype, environment and folder are put back for every call. Process groups
-        that the function leaves behind are destroyed and fail the call, unless `stray_groups` allows them.
+        `timeout` is in seconds. Seeds, default dtype, environment and folder are put back for every call.
+        Process groups that the function leaves behind are destroyed and fail the call, unless `stray_groups` allows them.
         Raises the first rank's exception (by time), or `RankFailure` when a rank died or ran past the time limit.
         """
         message = _message(function, arguments, keywords)
