@@ -9,7 +9,7 @@
 
 A rank is forked from a server that has already imported torch, joins its world's process group once, and then answers
 calls until the session ends. An exception on a rank is raised again in the test, with that rank's traceback. A world
-whose ranks no longer agree (one raised alone, died, or ran past the time limit) is ended and started afresh by the next call.
+whose ranks no longer agree (one raised alone, died or ran past the time limit) is ended; the next call starts it again.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class World:
         """Call a top-level function with the same arguments on every rank and return the results in rank order.
 
         `timeout` is in seconds. Seeds, default dtype, environment and folder are put back for every call.
-        Process groups that the function leaves behind are destroyed and fail the call, unless `stray_groups` allows them.
+        Process groups left behind by the function are destroyed, and fail the call unless `stray_groups` allows them.
         Raises the first rank's exception (by time), or `RankFailure` when a rank died or ran past the time limit.
         """
         message = _message(function, arguments, keywords)
