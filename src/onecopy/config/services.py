@@ -1,0 +1,104 @@
+"""The blocks around training: activation checkpointing, monitors, checkpoints, and onecopy's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .keys import key, when
+from .kinds import Anything, Choice, Integer, Names, Number, Switch, Text
+
+INERT = "read by onecopy.checkpointing where the model calls it; the block alone changes nothing, as in DeepSpeed"
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCheckpointingConfig:
+    """`activation_checkpointing`: options of the checkpointing that a model calls."""
+
+    partition_activations: bool = key(False, Switch(), INERT, verdict="ignored")
+    contiguous_memory_optimization: bool = key(False, Switch(), INERT, verdict="ignored")
+    cpu_checkpointing: bool = key(False, Switch(), INERT, verdict="ignored")
+    number_checkpoints: int | None = key(None, Integer(1), INERT, verdict="ignored")
+    synchronize_checkpoint_boundary: bool = key(False, Switch(), INERT, verdict="ignored")
+    profile: bool = key(False, Switch(), INERT, verdict="ignored")
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorConfig:
+    """`tensorboard` and `csv_monitor`: where learning rate, loss and loss scale are written."""
+
+    enabled: bool = key(False, Switch(), "off", judge=when(True, "honoured", "rank 0 writes its events"), auto=False)
+    output_path: str = key("", Text(), "folder of the events", nullable=True, default_word="a folder in the home folder")
+    job_name: str = key("DeepSpeedJobName", Text(), "sub-folder of the events")
+
+
+@dataclass(frozen=True, slots=True)
+class WandbConfig:
+    """`wandb`: parsed; onecopy itself writes to TensorBoard and CSV."""
+
+    enabled: bool = key(False, Switch(), "off", verdict="ignored", auto=False)
+    group: str | None = key(None, Text(), "group of runs", verdict="ignored")
+    team: str | None = key(None, Text(), "team of the run", verdict="ignored")
+    project: str = key("deepspeed", Text(), "project of the run", verdict="ignored")
+
+
+@dataclass(frozen=True, slots=True)
+class CometConfig:
+    """`comet`: parsed; onecopy itself writes to TensorBoard and CSV."""
+
+    enabled: bool = key(False, Switch(), "off", verdict="ignored", auto=False)
+    samples_log_interval: int = key(100, Integer(1, unit="samples"), "distance of the events", verdict="ignored")
+    project: str | None = key(None, Text(), "project of the run", verdict="ignored")
+    workspace: str | None = key(None, Text(), "workspace of the run", verdict="ignored")
+    api_key: str | None = key(None, Text(), "access key", verdict="ignored")
+    experiment_name: str | None = key(None, Text(), "name of the run", verdict="ignored")
+    experiment_key: str | None = key(None, Text(), "key of the run", verdict="ignored")
+    online: bool | None = key(None, Switch(), "send at once", verdict="ignored")
+    mode: str | None = key(None, Text(), "new run or old one", verdict="ignored")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """`checkpoint`: how checkpoints are written; `async_save`, `keep_last` and `export_format` are onecopy's own."""
+
+    tag_validation: str = key(
+        "Warn", Choice(("Ignore", "Warn", "Fail")), "what happens when ranks save under different tags"
+    )
+    load_universal: bool = key(False, Switch(), "every checkpoint loads at any stage and world size", verdict="implied")
+    use_node_local_storage: bool = key(
+        False,
+        Switch(),
+        "off",
+        judge=when(True, "honoured", "every node writes its ranks' files on a disk of its own"),
+    )
+    parallel_write: object = key(None, Anything(), "every rank writes its own shards", verdict="implied")
+    checkpoint_serialization: bool = key(True, Switch(), "the format is onecopy's own", verdict="ignored")
+    writer: object = key(None, Anything(), "onecopy has one writer", verdict="ignored")
+    async_save: bool = key(
+        False,
+        Switch(),
+        "a save returns when the checkpoint is complete",
+        name="async",
+        judge=when(True, "honoured", "a save returns when the shards are copied; the next save or the exit waits for it"),
+    )
+    keep_last: int | None = key(None, Integer(1), "older checkpoints beyond so many are deleted", default_word="all")
+    export_format: str = key(
+        "torch", Choice(("torch", "safetensors")), "file format of save_16bit_model when the name does not say it"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OneCopyConfig:
+    """`onecopy`: keys that DeepSpeed does not have; DeepSpeed itself ignores the block."""
+
+    slots: int = key(2, Integer(1), "parameter slots of stage 3: units that are whole at a time")
+    unit_classes: tuple[str, ...] = key(
+        (), Names(), "modules of these classes are units", default_word="repeated blocks"
+    )
+    timeout_seconds: float | None = key(
+        None,
+        Number(0, open_minimum=True, unit="seconds"),
+        "a rank that waits longer for another raises, naming the call",
+        default_word="torch.distributed's own",
+    )
+    trace_step: int | None = key(None, Integer(1), "a chrome trace of this optimizer step is written", default_word="none")
+    trace_path: str = key("onecopy_trace.json", Text(empty=False), "file of that trace")
