@@ -7,7 +7,6 @@ work on any optimizer with `param_groups`, look the groups up at every step, and
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +14,10 @@ from typing import Any
 import torch
 
 from onecopy.errors import ConfigError
+from onecopy.observe.log import warn
 
 PerGroup = float | Sequence[float]
 """One number for all groups, or one for each group."""
-
-_log = logging.getLogger("onecopy")
 
 
 class Schedule:
@@ -317,10 +315,8 @@ class OneCycle(Schedule):
     def _groups_have_betas(self) -> bool:
         if all("betas" in group for group in self.optimizer.param_groups):
             return True
-        _log.warning(
-            "OneCycle: cycle_momentum is off, because %s has no betas; set cycle_momentum to false to say so.",
-            type(self.optimizer).__name__,
-        )
+        name = type(self.optimizer).__name__
+        warn(f"OneCycle: cycle_momentum is off, because {name} has no betas; set cycle_momentum to false to say so.")
         return False
 
     def _height(self) -> float:
@@ -356,18 +352,14 @@ def _warmup_type(value: str) -> str:
         return value
     near = difflib.get_close_matches(str(value), ("log", "linear"), n=1, cutoff=0.4)
     hint = f' (did you mean "{near[0]}"?)' if near else ""
-    _log.warning('warmup_type %r is unknown%s; "log" is used. Known: "log", "linear".', value, hint)
+    warn(f'warmup_type {value!r} is unknown{hint}; "log" is used. Known: "log", "linear".')
     return "log"
 
 
 def _warn_short_total(schedule: Schedule, total: float, warmup: int) -> None:
     if total < warmup:
-        _log.warning(
-            "%s: total_num_steps %s is less than warmup_num_steps %s, so the rate never peaks.",
-            type(schedule).__name__,
-            total,
-            warmup,
-        )
+        name = type(schedule).__name__
+        warn(f"{name}: total_num_steps {total} is less than warmup_num_steps {warmup}, so the rate never peaks.")
 
 
 def _number(name: str, value: Any) -> float:
