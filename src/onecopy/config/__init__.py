@@ -1,10 +1,10 @@
 """The JSON document: read, checked and resolved in one place, with a verdict for every key."""
 
-from .diagnosis import ConfigWarning, Finding
-from .document import Config
-from .loading import Examination, examine, load
-from .precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
-from .services import (
+from onecopy.config.diagnosis import ConfigWarning, Finding
+from onecopy.config.document import Config
+from onecopy.config.loading import Examination, examine, load
+from onecopy.config.precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
+from onecopy.config.services import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     CometConfig,
@@ -12,8 +12,8 @@ from .services import (
     OneCopyConfig,
     WandbConfig,
 )
-from .training import OptimizerConfig, SchedulerConfig
-from .zero import LeafModuleConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from onecopy.config.training import OptimizerConfig, SchedulerConfig
+from onecopy.config.zero import LeafModuleConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 
 __all__ = [
     "ActivationCheckpointingConfig",

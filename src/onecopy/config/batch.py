@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from .diagnosis import Diagnosis
-from .kinds import Integer, Mismatch, show
+from onecopy.config.diagnosis import Diagnosis
+from onecopy.config.kinds import Integer, Mismatch, show
 
 TRAIN, MICRO, WINDOW = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 EFFECTS = {
@@ -43,7 +43,9 @@ def find_world_size(given: int | None, diagnosis: Diagnosis) -> WorldSize:
     try:
         return WorldSize(_positive(int(text)), "environment variable WORLD_SIZE")
     except ValueError:
-        diagnosis.refuse("environment variable WORLD_SIZE", text, "must be an integer, at least 1; unset it or write one")
+        diagnosis.refuse(
+            "environment variable WORLD_SIZE", text, "must be an integer, at least 1; unset it or write one"
+        )
         return WorldSize(1, "assumed")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import ConfigError
-from .keys import Verdict
-from .kinds import show
+from onecopy.config.keys import Verdict
+from onecopy.config.kinds import show
+from onecopy.errors import ConfigError
 
 Origin = Literal["written", "default", "derived", "auto"]
 
@@ -59,6 +59,12 @@ class Diagnosis:
         self.notes.append(Finding(path, value, "note", message))
         if warn:
             self.warnings.append(f"{path} = {show(value)}: {message}")
+
+    def arrange(self, document: Mapping[Any, Any]) -> None:
+        """Put the verdicts in the order of the document's top level; keys that are not in it come last."""
+        order = {str(name): index for index, name in enumerate(document)}
+        rows = sorted(self.verdicts.items(), key=lambda row: order.get(row[0].split(".")[0], len(order)))
+        self.verdicts = dict(rows)
 
     def findings(self) -> tuple[Finding, ...]:
         """All verdicts in the order of the document, then all notes."""

@@ -1,16 +1,17 @@
 """`Config`: the whole document, resolved, with what every key of it does."""
 
+# ruff: noqa: RUF009  # `key` and `block` return dataclass fields
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .batch import EFFECTS, MICRO, TRAIN, WINDOW
-from .diagnosis import Finding
-from .keys import above, block, key, when
-from .kinds import Choice, DType, Integer, Number, Switch
-from .precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
-from .services import (
+from onecopy.config.batch import EFFECTS, MICRO, TRAIN, WINDOW
+from onecopy.config.diagnosis import Finding
+from onecopy.config.keys import above, block, key, when
+from onecopy.config.kinds import Choice, DType, Integer, Number, Switch
+from onecopy.config.precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
+from onecopy.config.services import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     CometConfig,
@@ -18,8 +19,8 @@ from .services import (
     OneCopyConfig,
     WandbConfig,
 )
-from .training import OptimizerConfig, SchedulerConfig
-from .zero import ZeroConfig
+from onecopy.config.training import OptimizerConfig, SchedulerConfig
+from onecopy.config.zero import ZeroConfig
 
 if TYPE_CHECKING:
     import torch
@@ -51,22 +52,22 @@ class Config:
         default_word="as true, but a step() after a whole window updates too",
     )
     gradient_clipping: float = key(
-        1.0, Number(0), "gradients are scaled down to this global L2 norm; 0 switches clipping off",
+        1.0,
+        Number(0),
+        "gradients are scaled down to this global L2 norm; 0 switches clipping off",
         judge=when(0.0, "honoured", "gradients are not clipped"),
     )
     steps_per_print: int | None = key(
-        None, Integer(1, unit="steps", infinity=True), "a progress line is printed every so many steps",
+        None,
+        Integer(1, unit="steps", infinity=True),
+        "a progress line is printed every so many steps",
         default_word="no progress line",
     )
     wall_clock_breakdown: bool = key(
         False, Switch(), "off", judge=when(True, "honoured", "times of the phases of a step are printed")
     )
-    memory_breakdown: bool = key(
-        False, Switch(), "off", judge=when(True, "honoured", "bytes by category are printed")
-    )
-    dump_state: bool = key(
-        False, Switch(), "off", judge=when(True, "honoured", "this table is printed by initialize")
-    )
+    memory_breakdown: bool = key(False, Switch(), "off", judge=when(True, "honoured", "bytes by category are printed"))
+    dump_state: bool = key(False, Switch(), "off", judge=when(True, "honoured", "this table is printed by initialize"))
     prescale_gradients: bool = key(
         False,
         Switch(),
@@ -142,6 +143,6 @@ class Config:
 
     def report(self, every_default: bool = False) -> str:
         """The effective configuration as a table, then its notes; with `every_default` also the keys left out."""
-        from .report import report
+        from onecopy.config.report import report
 
         return report(self.findings, self if every_default else None)

@@ -1,4 +1,4 @@
-"""What DeepSpeed's document may ask for and onecopy does not do: accepted while switched off, refused in one sentence."""
+"""What DeepSpeed's document may ask for and onecopy does not do: accepted while switched off, else refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from .diagnosis import Diagnosis
+from onecopy.config.diagnosis import Diagnosis
 
 REFUSED = {
     "nebula": "the Nebula checkpoint service",
@@ -25,7 +25,7 @@ REFUSED = {
     "hybrid_engine": "the hybrid engine for generation in training",
     "tensor_parallel": "tensor parallelism",
     "expert_parallel": "expert parallelism",
-    "datastates_ckpt": "the DataStates checkpoint engine; \"checkpoint\": {\"async\": true} saves in the background",
+    "datastates_ckpt": 'the DataStates checkpoint engine; "checkpoint": {"async": true} saves in the background',
     "compile": "DeepCompile",
     "msamp": "8-bit training with MS-AMP",
 }
@@ -47,7 +47,7 @@ IGNORED = {
 """Top-level keys that cannot change a run's results: why each one has no effect."""
 
 OBSERVERS = {
-    "flops_profiler": "onecopy has no profiler of its own: \"onecopy\": {\"trace_step\": 10} writes a trace of one step",
+    "flops_profiler": 'onecopy has no profiler of its own: "onecopy": {"trace_step": 10} writes a trace of one step',
     "comms_logger": "the engine counts bytes and collectives itself: engine.communication()",
     "wandb": "onecopy writes to TensorBoard and CSV: use the tensorboard or csv_monitor block",
     "comet": "onecopy writes to TensorBoard and CSV: use the tensorboard or csv_monitor block",
@@ -69,7 +69,7 @@ def switched_on(value: Any) -> bool:
     if value is None or value == "auto":
         return False
     if isinstance(value, numbers.Real):
-        return value > 0
+        return float(value) > 0
     if not isinstance(value, Mapping):
         return bool(value)
     for switch in ("enabled", "deepcompile"):

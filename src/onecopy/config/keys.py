@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .kinds import Block, Kind
+from onecopy.config.kinds import Block, Kind
 
 Verdict = Literal["honoured", "implied", "refused", "ignored", "note"]
 Judgement = tuple[Verdict, str]

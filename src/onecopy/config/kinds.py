@@ -115,9 +115,7 @@ class Integer:
         if self.infinity and isinstance(value, float) and value == math.inf:
             return None
         _refuse_non_number(value, self._wanted())
-        if isinstance(value, numbers.Integral):
-            number = int(value)
-        elif math.isfinite(value) and float(value).is_integer():
+        if isinstance(value, numbers.Integral) or (math.isfinite(value) and float(value).is_integer()):
             number = int(value)
         elif math.isfinite(value):
             raise Mismatch(f"must be {self._wanted()}, not a fraction; write {max(round(value), self.minimum or 0)}")
@@ -126,7 +124,9 @@ class Integer:
         low = self.minimum is not None and number < self.minimum
         high = self.maximum is not None and number > self.maximum
         if low or high:
-            raise Mismatch(f"must be {self._wanted()}; write {self.minimum if low else self.maximum} or another such value")
+            raise Mismatch(
+                f"must be {self._wanted()}; write {self.minimum if low else self.maximum} or another such value"
+            )
         return number
 
     def _wanted(self) -> str:
@@ -210,7 +210,7 @@ class StageNumber:
         if isinstance(value, str):
             number = _number_in(value)
         if isinstance(number, numbers.Real) and number in (0, 1, 2, 3):
-            return int(number)
+            return int(float(number))
         raise Mismatch("must be 0, 1, 2 or 3; write the ZeRO stage as an integer")
 
     def describe(self) -> str:
@@ -263,18 +263,36 @@ class Names:
         return "".join(f'"{word}" or ' for word in self.words) + "a list of strings"
 
 
+def _in_unit_interval(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < 1
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Two numbers in [0, 1), such as Adam's betas."""
 
     def read(self, value: Any) -> list[float]:
-        if isinstance(value, (list, tuple)) and len(value) == 2:
-            if all(isinstance(x, numbers.Real) and not isinstance(x, bool) and 0 <= x < 1 for x in value):
-                return [float(x) for x in value]
+        if isinstance(value, (list, tuple)) and len(value) == 2 and all(_in_unit_interval(one) for one in value):
+            return [float(one) for one in value]
         raise Mismatch("must be a list of two numbers, each at least 0 and below 1; write for instance [0.9, 0.999]")
 
     def describe(self) -> str:
         return "list of two numbers in [0, 1)"
+
+
+@dataclass(frozen=True, slots=True)
+class PerGroup:
+    """A number for all groups of the optimizer, or a list with one for each."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def read(self, value: Any) -> float | list[float]:
+        number = Number(self.minimum, self.maximum)
+        return [number.read(one) for one in value] if isinstance(value, (list, tuple)) and value else number.read(value)
+
+    def describe(self) -> str:
+        return f"{Number(self.minimum, self.maximum).describe()}, or a list of one a group"
 
 
 @dataclass(frozen=True, slots=True)

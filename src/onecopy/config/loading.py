@@ -8,15 +8,15 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError
-from . import batch, rules, unknown
-from .diagnosis import ConfigWarning, Diagnosis, Finding, error_of
-from .document import Config
-from .keys import keys_of
-from .kinds import Block
-from .reading import read_values
-from .sources import read_source
-from .training_blocks import read_optimizer, read_scheduler
+from onecopy.config import batch, rules, unknown
+from onecopy.config.diagnosis import ConfigWarning, Diagnosis, Finding, error_of
+from onecopy.config.document import Config
+from onecopy.config.keys import keys_of
+from onecopy.config.kinds import Block
+from onecopy.config.reading import read_values
+from onecopy.config.sources import read_source
+from onecopy.config.training_blocks import read_optimizer, read_scheduler
+from onecopy.errors import ConfigError
 
 Source = dict[str, Any] | str | os.PathLike[str] | Config
 
@@ -36,8 +36,10 @@ def load(source: Source, world_size: int | None = None) -> Config:
 
     `source` is a dict (kept as `config.source`, never changed), the path of a JSON file, JSON text, URL-safe base64 of
     JSON, or a `Config`. `world_size` is the number of ranks; without it the process group's, else the environment
-    variable WORLD_SIZE, else 1. Raises one `ConfigError` that names every problem with its key path, value and fix; warns
-    with `ConfigWarning` about keys that have no effect. Not a collective.
+    variable WORLD_SIZE, else 1. Not a collective.
+
+    Raises one `ConfigError` that names every problem with its key path, value and fix; warns with `ConfigWarning`
+    about keys that have no effect.
     """
     if isinstance(source, Config):
         if world_size is None or world_size == source.world_size:
@@ -61,6 +63,7 @@ def examine(source: Source, world_size: int | None = None) -> Examination:
         diagnosis.problems.append(str(error))
     else:
         config = _read(document, world_size, diagnosis)
+        diagnosis.arrange(document)
     findings = diagnosis.findings()
     if diagnosis.problems:
         config = None
@@ -94,7 +97,9 @@ def _read(document: dict[str, Any], world_size: int | None, diagnosis: Diagnosis
 def _read_plain(plain: dict[Any, Any], diagnosis: Diagnosis) -> dict[str, Any]:
     """The values of all keys that the schema of `Config` describes, block by block."""
     values: dict[str, Any] = {}
-    blocks = {spelling: key for _, key in keys_of(Config) if isinstance(key.kind, Block) for spelling in key.spellings()}
+    blocks = {
+        spelling: key for _, key in keys_of(Config) if isinstance(key.kind, Block) for spelling in key.spellings()
+    }
     written: dict[str, Any] = {}
     for name, value in plain.items():
         reader = unknown.for_block(blocks[name].name if name in blocks else "", diagnosis)

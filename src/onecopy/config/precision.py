@@ -1,12 +1,13 @@
 """The precision blocks: which type the model computes in, and how small gradients survive it."""
 
+# ruff: noqa: RUF009  # `key` and `block` return dataclass fields
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .keys import key, when
-from .kinds import DType, Integer, Names, Number, Switch
+from onecopy.config.keys import key, when
+from onecopy.config.kinds import DType, Integer, Names, Number, Switch
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,9 @@ class Fp16Config:
     )
     hysteresis: int = key(2, Integer(1, unit="overflows"), "the dynamic loss scale halves at the so-manieth overflow")
     consecutive_hysteresis: bool = key(
-        False, Switch(), "hysteresis is refilled when the scale doubles",
+        False,
+        Switch(),
+        "hysteresis is refilled when the scale doubles",
         judge=when(True, "honoured", "hysteresis is refilled by every step without overflow"),
     )
     min_loss_scale: float = key(1.0, Number(0), "an overflow at this dynamic loss scale is an error")
@@ -70,7 +73,9 @@ class Bf16Config:
         True,
         Switch(),
         "a step with a non-finite gradient on any rank is skipped by all ranks",
-        judge=when(False, "ignored", "a step with a non-finite gradient is skipped whatever this says; the check is free"),
+        judge=when(
+            False, "ignored", "a step with a non-finite gradient is skipped whatever this says; the check is free"
+        ),
     )
     bf16_master_weights_and_grads: bool = key(
         False, Switch(), "masters are fp32", verdict="implied", judge=when(True, "refused", ALWAYS_FP32)
@@ -80,7 +85,9 @@ class Bf16Config:
         Switch(),
         "moments are fp32",
         verdict="implied",
-        judge=when(True, "refused", "onecopy keeps fp32 moments, sharded from stage 1 on; write false or remove the key"),
+        judge=when(
+            True, "refused", "onecopy keeps fp32 moments, sharded from stage 1 on; write false or remove the key"
+        ),
     )
 
 

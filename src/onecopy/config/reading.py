@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .diagnosis import Diagnosis
-from .keys import Key, default_of, keys_of
-from .kinds import Block, Mismatch, show, type_word
+from onecopy.config.diagnosis import Diagnosis
+from onecopy.config.keys import Key, default_of, keys_of
+from onecopy.config.kinds import Block, Mismatch, show, type_word
 
 T = TypeVar("T")
 OnUnknown = Callable[[str, Any, str], None]
@@ -77,12 +77,14 @@ def _read_value(
 
 
 def _read_null(one: dataclasses.Field[Any], key: Key, path: str, diagnosis: Diagnosis) -> bool:
-    """Record a null; it stands for an absent block or an optional value, and is refused for any other. Returns False."""
+    """Record a null: an absent block or optional value, refused for any other key. Always False: no value is given."""
     default = show(default_of(one)) if not isinstance(key.kind, Block) else ""
     if key.nullable:
         diagnosis.judge(path, None, "ignored", "null reads as if the key were not written")
     else:
-        diagnosis.refuse(path, None, f"must be {key.kind.describe()}, not null; remove the key to get the default {default}")
+        diagnosis.refuse(
+            path, None, f"must be {key.kind.describe()}, not null; remove the key to get the default {default}"
+        )
     return False
 
 

@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from .diagnosis import Finding
-from .keys import keys_of
-from .kinds import Block, show
+from onecopy.config.diagnosis import Finding
+from onecopy.config.keys import keys_of
+from onecopy.config.kinds import Block, show
 
 if TYPE_CHECKING:
-    from .document import Config
+    from onecopy.config.document import Config
 
 WIDTH = 120
 VALUE_WIDTH = 24
@@ -37,7 +37,9 @@ def value_text(finding: Finding) -> str:
     """A value as the table shows it, with its origin when it was not written."""
     origin = "" if finding.origin == "written" else f" ({finding.origin})"
     value = finding.value
-    text = f"{value:,}".replace(",", "_") if type(value) is int and abs(value) >= 10_000 else show(value, VALUE_WIDTH)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e18 and abs(value) >= 10_000:
+        value = int(value)
+    text = f"{value:_}" if type(value) is int and abs(value) >= 10_000 else show(value, VALUE_WIDTH)
     return (text if len(text) <= VALUE_WIDTH else show(value, VALUE_WIDTH)) + origin
 
 
@@ -67,5 +69,8 @@ def _defaults_of(values: object, path: str, seen: set[str]) -> Iterator[Finding]
                 inner = next((p for p in paths if any(s.startswith(f"{p}.") for s in seen)), paths[0])
                 yield from _defaults_of(value, inner, seen)
         elif not seen.intersection(paths):
-            verdict, message = (key.judge(value) if key.judge and value is not None else None) or (key.verdict, key.effect)
+            verdict, message = (key.judge(value) if key.judge and value is not None else None) or (
+                key.verdict,
+                key.effect,
+            )
             yield Finding(paths[0], value, verdict, message, "default")

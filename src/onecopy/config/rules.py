@@ -1,4 +1,4 @@
-"""Rules that join several keys: precision modes, the stage's scope, old forms, and what follows from a value elsewhere."""
+"""Rules that join several keys: precision modes, the scope of the stage, old forms of a block."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from .diagnosis import Diagnosis
-from .document import Config
-from .features import warn_if_observing
-from .keys import keys_of
-from .kinds import show
-from .zero import NO_OFFLOAD, ZeroConfig
+from onecopy.config.diagnosis import Diagnosis
+from onecopy.config.document import Config
+from onecopy.config.features import warn_if_observing
+from onecopy.config.keys import keys_of
+from onecopy.config.kinds import show
+from onecopy.config.zero import NO_OFFLOAD, ZeroConfig
 
 
 def settle_auto_precision(plain: dict[Any, Any], diagnosis: Diagnosis) -> None:
-    """Replace an "auto" of `fp16.enabled` or `bf16.enabled` by false where the other is true; both "auto" is refused later.
+    """Replace an "auto" of `fp16.enabled` or `bf16.enabled` by false where the other is true; else it is refused later.
 
     `plain` is this module's own copy of the document's top level; the user's blocks are copied before they change.
     """
@@ -66,7 +66,9 @@ def apply(config: Config, diagnosis: Diagnosis) -> Config:
     _defaults_worth_saying(config, diagnosis)
     if config.zero.allgather_sequential and config.zero.stage == 3:
         config = dataclasses.replace(config, zero=dataclasses.replace(config.zero, prefetch_bucket_size=0))
-        diagnosis.amend("zero_optimization.stage3_prefetch_bucket_size", "ignored", "stage3_allgather_sequential is true")
+        diagnosis.amend(
+            "zero_optimization.stage3_prefetch_bucket_size", "ignored", "stage3_allgather_sequential is true"
+        )
         diagnosis.amend("zero_optimization.prefetch_bucket_size", "ignored", "stage3_allgather_sequential is true")
     return config
 
@@ -97,8 +99,14 @@ def _loss_scale(config: Config, diagnosis: Diagnosis) -> None:
     if not fp16.enabled:
         return
     if not fp16.dynamic:
-        for name in ("initial_scale_power", "initial_loss_scale", "loss_scale_window", "hysteresis",
-                     "consecutive_hysteresis", "min_loss_scale"):
+        for name in (
+            "initial_scale_power",
+            "initial_loss_scale",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+        ):
             diagnosis.amend(f"fp16.{name}", "ignored", f"the loss scale is constant, {fp16.loss_scale:g}")
         return
     if fp16.min_loss_scale == 0:
@@ -138,9 +146,15 @@ def _offload(zero: ZeroConfig, diagnosis: Diagnosis) -> None:
 
 def _switched_off_blocks(config: Config, diagnosis: Diagnosis) -> None:
     bf16 = _bf16_path(diagnosis)
-    blocks = {"fp16": config.fp16, bf16: config.bf16, "torch_autocast": config.torch_autocast,
-              "tensorboard": config.tensorboard, "csv_monitor": config.csv_monitor, "wandb": config.wandb,
-              "comet": config.comet}
+    blocks = {
+        "fp16": config.fp16,
+        bf16: config.bf16,
+        "torch_autocast": config.torch_autocast,
+        "tensorboard": config.tensorboard,
+        "csv_monitor": config.csv_monitor,
+        "wandb": config.wandb,
+        "comet": config.comet,
+    }
     for name, block in blocks.items():
         if block.enabled:  # type: ignore[attr-defined]
             continue
@@ -162,15 +176,6 @@ def _averaging(config: Config, diagnosis: Diagnosis) -> None:
     if config.data_parallel_size is not None and config.data_parallel_size != config.world_size:
         text = f"all {config.world_size} ranks ({config.world_size_source}) are data-parallel; remove the key"
         diagnosis.refuse("data_parallel_size", config.data_parallel_size, text)
-    if config.optimizer is not None and config.zero.stage and config.optimizer.type.lower() not in TESTED:
-        diagnosis.amend(
-            "zero_allow_untested_optimizer",
-            "implied",
-            "every elementwise optimizer works; those that are wrong on shards are refused by name",
-        )
-
-
-TESTED = ("adam", "adamw", "adagrad")
 
 
 def _observers(config: Config, diagnosis: Diagnosis) -> None:

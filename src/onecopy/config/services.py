@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .keys import key, when
-from .kinds import Anything, Choice, Integer, Names, Number, Switch, Text
+from onecopy.config.keys import key, when
+from onecopy.config.kinds import Anything, Choice, Integer, Names, Number, Switch, Text
 
 INERT = "read by onecopy.checkpointing where the model calls it; the block alone changes nothing, as in DeepSpeed"
 
@@ -27,7 +27,9 @@ class MonitorConfig:
     """`tensorboard` and `csv_monitor`: where learning rate, loss and loss scale are written."""
 
     enabled: bool = key(False, Switch(), "off", judge=when(True, "honoured", "rank 0 writes its events"), auto=False)
-    output_path: str = key("", Text(), "folder of the events", nullable=True, default_word="a folder in the home folder")
+    output_path: str = key(
+        "", Text(), "folder of the events", nullable=True, default_word="a folder in the home folder"
+    )
     job_name: str = key("DeepSpeedJobName", Text(), "sub-folder of the events")
 
 
@@ -78,7 +80,9 @@ class CheckpointConfig:
         Switch(),
         "a save returns when the checkpoint is complete",
         name="async",
-        judge=when(True, "honoured", "a save returns when the shards are copied; the next save or the exit waits for it"),
+        judge=when(
+            True, "honoured", "a save returns when the shards are copied; the next save or the exit waits for it"
+        ),
     )
     keep_last: int | None = key(None, Integer(1), "older checkpoints beyond so many are deleted", default_word="all")
     export_format: str = key(
@@ -100,5 +104,7 @@ class OneCopyConfig:
         "a rank that waits longer for another raises, naming the call",
         default_word="torch.distributed's own",
     )
-    trace_step: int | None = key(None, Integer(1), "a chrome trace of this optimizer step is written", default_word="none")
+    trace_step: int | None = key(
+        None, Integer(1), "a chrome trace of this optimizer step is written", default_word="none"
+    )
     trace_path: str = key("onecopy_trace.json", Text(empty=False), "file of that trace")

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from .diagnosis import nearest
-from .kinds import type_word
+from onecopy.config.diagnosis import nearest
+from onecopy.config.kinds import type_word
+from onecopy.errors import ConfigError
 
 _TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
@@ -29,9 +29,7 @@ def read_source(source: Any) -> dict[str, Any]:
         return _read_string(source)
     if isinstance(source, os.PathLike):
         return _read_file(Path(source))
-    raise ConfigError(
-        f"config is {type_word(source)}; give a dict, the path of a JSON file, or base64 of JSON"
-    )
+    raise ConfigError(f"config is {type_word(source)}; give a dict, the path of a JSON file, or base64 of JSON")
 
 
 def _read_string(source: str) -> dict[str, Any]:

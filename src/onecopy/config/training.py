@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .keys import Key
-from .kinds import Choice, Integer, Kind, Number, Pair, Switch
+from onecopy.config.keys import Key, when
+from onecopy.config.kinds import Choice, Integer, Kind, Number, Pair, PerGroup, Switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,35 @@ OPTIMIZER_PARAMETERS = _by_name(
     (_key("weight_decay", Number(0), "weight decay"), 0.0),
     (_key("momentum", Number(0), "momentum"), 0.0),
     (_key("amsgrad", Switch(), "keep the maximum of the second moment"), False),
-    (_key("bias_correction", Switch(), "correct the moments' start at zero"), True),
+    (
+        _key(
+            "bias_correction",
+            Switch(),
+            "the moments' start at zero is corrected",
+            judge=when(False, "refused", "torch's Adam always corrects the moments' start at zero; remove the key"),
+        ),
+        True,
+    ),
     (_key("adam_w_mode", Switch(), "decoupled weight decay (AdamW); false gives L2"), True),
-    (_key("torch_adam", Switch(), "torch's own optimizer is always used", verdict="implied"), False),
-    (_key("fp32_optimizer_states", Switch(), "moments are always fp32", verdict="implied"), True),
+    (
+        _key(
+            "torch_adam",
+            Switch(),
+            "torch's own optimizer is always used, here with its own default weight decay",
+            verdict="implied",
+        ),
+        False,
+    ),
+    (
+        _key(
+            "fp32_optimizer_states",
+            Switch(),
+            "moments are always fp32",
+            verdict="implied",
+            judge=when(False, "refused", "moments stay in fp32; remove the key"),
+        ),
+        True,
+    ),
 )
 """Optimizer parameters whose values are checked here; any other goes to the constructor as it is."""
 
@@ -59,14 +84,14 @@ _TOTAL = (_key("total_num_steps", Integer(1, unit="steps"), "length of the whole
 
 SCHEDULER_PARAMETERS: dict[str, dict[str, tuple[Key, Any]]] = {
     "WarmupLR": _by_name(
-        (_key("warmup_min_lr", Number(0), "learning rate at the start"), 0.0),
-        (_key("warmup_max_lr", Number(0), "learning rate after the warm-up", nullable=True), None),
+        (_key("warmup_min_lr", PerGroup(0), "learning rate at the start"), 0.0),
+        (_key("warmup_max_lr", PerGroup(0), "learning rate after the warm-up", nullable=True), None),
         *_WARMUP,
     ),
     "WarmupDecayLR": _by_name(
         _TOTAL,
-        (_key("warmup_min_lr", Number(0), "learning rate at the start"), 0.0),
-        (_key("warmup_max_lr", Number(0), "learning rate after the warm-up", nullable=True), 0.001),
+        (_key("warmup_min_lr", PerGroup(0), "learning rate at the start"), 0.0),
+        (_key("warmup_max_lr", PerGroup(0), "learning rate after the warm-up", nullable=True), 0.001),
         *_WARMUP,
     ),
     "WarmupCosineLR": _by_name(
@@ -76,8 +101,8 @@ SCHEDULER_PARAMETERS: dict[str, dict[str, tuple[Key, Any]]] = {
         *_WARMUP,
     ),
     "OneCycle": _by_name(
-        (_key("cycle_min_lr", Number(0), "learning rate at both ends of the cycle"), REQUIRED),
-        (_key("cycle_max_lr", Number(0), "learning rate at the top of the cycle"), REQUIRED),
+        (_key("cycle_min_lr", PerGroup(0), "learning rate at both ends of the cycle"), REQUIRED),
+        (_key("cycle_max_lr", PerGroup(0), "learning rate at the top of the cycle"), REQUIRED),
         (_key("decay_lr_rate", Number(0), "decay after the cycle"), 0.0),
         (_key("cycle_first_step_size", Integer(1, unit="steps"), "length of the rise"), 2000),
         (_key("cycle_second_step_size", Integer(1, unit="steps"), "length of the fall", nullable=True), None),
@@ -85,13 +110,13 @@ SCHEDULER_PARAMETERS: dict[str, dict[str, tuple[Key, Any]]] = {
         (_key("cycle_second_stair_count", Integer(0), "stairs of the fall", nullable=True), None),
         (_key("decay_step_size", Integer(0, unit="steps"), "length of one decay step"), 0),
         (_key("cycle_momentum", Switch(), "cycle the momentum too"), True),
-        (_key("cycle_min_mom", Number(0, 1), "lowest momentum"), 0.8),
-        (_key("cycle_max_mom", Number(0, 1), "highest momentum"), 0.9),
+        (_key("cycle_min_mom", PerGroup(0, 1), "lowest momentum"), 0.8),
+        (_key("cycle_max_mom", PerGroup(0, 1), "highest momentum"), 0.9),
         (_key("decay_mom_rate", Number(0), "decay of the momentum after the cycle"), 0.0),
         (_key("last_batch_iteration", Integer(-1, unit="steps"), "start after this step"), -1),
     ),
     "LRRangeTest": _by_name(
-        (_key("lr_range_test_min_lr", Number(0), "learning rate at the start"), 1e-3),
+        (_key("lr_range_test_min_lr", PerGroup(0), "learning rate at the start"), 1e-3),
         (_key("lr_range_test_step_size", Integer(1, unit="steps"), "length of one rise"), 2000),
         (_key("lr_range_test_step_rate", Number(0), "rate of the rise"), 1.0),
         (_key("lr_range_test_staircase", Switch(), "rise in stairs"), False),

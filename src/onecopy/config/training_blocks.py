@@ -6,33 +6,52 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from .diagnosis import Diagnosis, nearest
-from .keys import Key
-from .kinds import Mismatch, Text, show, type_word
-from .training import OPTIMIZER_PARAMETERS, REQUIRED, SCHEDULER_PARAMETERS, OptimizerConfig, SchedulerConfig
-from .unknown import warn_unknown
+from onecopy.config.diagnosis import Diagnosis, nearest
+from onecopy.config.keys import Key
+from onecopy.config.kinds import Mismatch, Text, show, type_word
+from onecopy.config.training import (
+    OPTIMIZER_PARAMETERS,
+    REQUIRED,
+    SCHEDULER_PARAMETERS,
+    OptimizerConfig,
+    SchedulerConfig,
+)
+from onecopy.config.unknown import warn_unknown
 
-TORCH_OPTIMIZERS = (
-    "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam".split()
-)
-TORCH_SCHEDULERS = (
-    "ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LambdaLR LinearLR "
-    "MultiplicativeLR MultiStepLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR StepLR".split()
-)
-ONLY_DEEPSPEED = {
-    "lamb": "it needs every parameter's own norm, which a shard does not have",
-    "muon": "it needs whole matrices, which a shard does not have",
-    "muadam": "it needs the mup package's scales",
-    "muadamw": "it needs the mup package's scales",
-    "musgd": "it needs the mup package's scales",
-    "onebitadam": "compressed communication does not exist any more",
-    "onebitlamb": "compressed communication does not exist any more",
-    "zerooneadam": "compressed communication does not exist any more",
+OPTIMIZERS = (
+    "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+"""Classes of `torch.optim` whose update of one element needs that element only, so that shards can be stepped."""
+
+SCHEDULERS = (
+    "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR",
+    "MultiStepLR", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "StepLR",
+)  # fmt: skip
+"""Classes of `torch.optim.lr_scheduler` that JSON values alone can make."""
+
+NEED_OBJECTS = ("ChainedScheduler", "LambdaLR", "MultiplicativeLR", "SequentialLR")
+WHOLE = "needs whole matrices or norms of parameters, and a rank holds only a part of them"
+GONE = "is an optimizer with compressed communication, which onecopy does not have"
+MUP = "needs scales that the mup package computes; build it yourself and give it to initialize, or"
+REFUSED_OPTIMIZERS = {
+    "lamb": WHOLE,
+    "muon": WHOLE,
+    "adafactor": WHOLE,
+    "lbfgs": "needs several forward passes a step and dot products over all parameters",
+    "sparseadam": "needs sparse gradients, and gradients go to dense flat buffers",
+    "lion": "is not a class of torch.optim; build it yourself and give it to initialize, or",
+    "muadam": MUP,
+    "muadamw": MUP,
+    "musgd": MUP,
+    "onebitadam": GONE,
+    "onebitlamb": GONE,
+    "zerooneadam": GONE,
 }
 CONSTRUCTOR_WORDS = (
-    "alpha capturable centered dampening decoupled_weight_decay differentiable etas foreach fused "
-    "initial_accumulator_value lambd lr_decay max_grad_norm maximize momentum_decay nesterov rho set_grad_none step_sizes t0"
-).split()
+    "adamw_mode", "alpha", "capturable", "centered", "dampening", "decoupled_weight_decay", "differentiable",
+    "etas", "foreach", "fused", "initial_accumulator_value", "lambd", "lr_decay", "maximize", "momentum_decay",
+    "nesterov", "rho", "set_grad_none", "step_sizes", "t0",
+)  # fmt: skip
 
 
 def read_optimizer(value: Any, diagnosis: Diagnosis) -> OptimizerConfig | None:
@@ -51,32 +70,38 @@ def read_optimizer(value: Any, diagnosis: Diagnosis) -> OptimizerConfig | None:
             if one in (None, 0, False):
                 diagnosis.judge(path, one, "ignored", "off; gradient_clipping is the key for it")
             else:
-                diagnosis.refuse(path, one, f'is not a parameter of the optimizer; write "gradient_clipping": {show(one)}')
+                diagnosis.refuse(
+                    path, one, f'is not a parameter of the optimizer; write "gradient_clipping": {show(one)}'
+                )
         elif one == "auto":
             diagnosis.refuse(path, one, '"auto" has no honest value here; write the value or remove the key')
+        elif parameter not in CONSTRUCTOR_WORDS:
+            close = nearest(str(parameter), [*OPTIMIZER_PARAMETERS, *CONSTRUCTOR_WORDS])
+            fix = f'did you mean "{close}"?' if close else "remove the key"
+            diagnosis.refuse(path, one, f"is not a parameter of any optimizer known here; {fix}")
         else:
             read[parameter] = copy.deepcopy(one)
             diagnosis.judge(path, one, "honoured", "passed to the optimizer as it is")
-            known = [*OPTIMIZER_PARAMETERS, *CONSTRUCTOR_WORDS]
-            if parameter not in known and (close := nearest(str(parameter), known)):
-                text = f'passed to {name} as it is, which may refuse it; did you mean "{close}"?'
-                diagnosis.note(path, one, text, warn=True)
     _say_decay(name, read, diagnosis)
     return OptimizerConfig(name, read)
 
 
 def _optimizer_name(name: str, diagnosis: Diagnosis) -> str:
     """The name as torch spells it; an unknown one is a problem."""
-    spelled = {one.lower(): one for one in TORCH_OPTIMIZERS}.get(name.lower(), name)
-    reason = ONLY_DEEPSPEED.get(name.lower().replace("_", ""))
+    spelled = {one.lower(): one for one in OPTIMIZERS}.get(name.lower(), name)
+    reason = REFUSED_OPTIMIZERS.get(name.lower().replace("_", ""))
     if reason is not None:
-        diagnosis.refuse("optimizer.type", name, f'onecopy does not train with it: {reason}; write for instance "AdamW"')
-    elif spelled in TORCH_OPTIMIZERS or _torch_has("optim", name) or name.lower() == "lion":
-        diagnosis.judge("optimizer.type", name, "honoured", f"torch.optim.{spelled} on the rank's shards of the masters")
+        joint = "" if reason.endswith(" or") else ";"
+        diagnosis.refuse("optimizer.type", name, f'{reason}{joint} write for instance "AdamW"')
+    elif spelled in OPTIMIZERS:
+        diagnosis.judge(
+            "optimizer.type", name, "honoured", f"torch.optim.{spelled} steps the rank's shards of the masters"
+        )
     else:
-        close = nearest(name, TORCH_OPTIMIZERS)
+        close = nearest(name, OPTIMIZERS)
         fix = f'did you mean "{close}"?' if close else 'write for instance "AdamW"'
-        diagnosis.refuse("optimizer.type", name, f"is not an optimizer of torch.optim; {fix}")
+        also = "any other elementwise optimizer can be built by you and given to initialize"
+        diagnosis.refuse("optimizer.type", name, f"is not an optimizer known here; {fix} {also}")
     return spelled
 
 
@@ -98,9 +123,12 @@ def read_scheduler(value: Any, optimizer: Any, diagnosis: Diagnosis) -> Schedule
     if found is None:
         return None
     name, params = found
-    known_types = [*SCHEDULER_PARAMETERS, *TORCH_SCHEDULERS]
+    known_types = [*SCHEDULER_PARAMETERS, *SCHEDULERS]
     spelled = {one.lower(): one for one in known_types}.get(name.lower(), name)
-    if spelled not in known_types and not _torch_has("optim.lr_scheduler", name):
+    if name in NEED_OBJECTS:
+        diagnosis.refuse("scheduler.type", name, "is made from Python objects; give initialize an lr_scheduler instead")
+        return None
+    if spelled not in known_types:
         close = nearest(name, known_types)
         fix = f'did you mean "{close}"?' if close else f"write one of {', '.join(SCHEDULER_PARAMETERS)}"
         diagnosis.refuse("scheduler.type", name, f"is not a scheduler of DeepSpeed or torch; {fix}")
@@ -133,6 +161,11 @@ def _scheduler_params(
         key, default = known[parameter]
         if parameter == "warmup_max_lr" and one == "auto":
             default = _written_lr(optimizer, default)
+        if parameter == "warmup_type" and isinstance(one, str) and one.lower() not in ("log", "linear", "auto"):
+            diagnosis.note(
+                path, one, 'is not known and taken as "log", as in DeepSpeed; write "log" or "linear"', warn=True
+            )
+            one = "log"
         _read_parameter(key, default, one, path, read, diagnosis)
     for parameter, (key, default) in known.items():
         if default is REQUIRED and parameter not in params:
@@ -148,9 +181,7 @@ def _written_lr(optimizer: Any, default: Any) -> Any:
     return lr if isinstance(lr, (int, float)) and not isinstance(lr, bool) else default
 
 
-def _read_parameter(
-    key: Key, default: Any, value: Any, path: str, read: dict[str, Any], diagnosis: Diagnosis
-) -> None:
+def _read_parameter(key: Key, default: Any, value: Any, path: str, read: dict[str, Any], diagnosis: Diagnosis) -> None:
     """Put one checked parameter into `read`, or record a problem."""
     if isinstance(value, str) and value == "auto":
         if default is REQUIRED:
@@ -170,7 +201,8 @@ def _read_parameter(
     except Mismatch as mismatch:
         diagnosis.refuse(path, value, str(mismatch))
         return
-    diagnosis.judge(path, value, key.verdict, key.effect)
+    verdict, message = (key.judge(read[key.name]) if key.judge else None) or (key.verdict, key.effect)
+    diagnosis.judge(path, value, verdict, message)
 
 
 def _type_and_params(
@@ -189,7 +221,9 @@ def _type_and_params(
         if name not in names:
             warn_unknown(name if isinstance(name, str) else show(name), one, f"{block}.{name}", diagnosis)
     if "legacy_fusion" in value:
-        diagnosis.judge(f"{block}.legacy_fusion", value["legacy_fusion"], "ignored", "torch's fused optimizers are used")
+        diagnosis.judge(
+            f"{block}.legacy_fusion", value["legacy_fusion"], "ignored", "torch's fused optimizers are used"
+        )
     params = value.get("params")
     if params is not None and not isinstance(params, Mapping):
         fix = "write the parameters between braces"
@@ -206,10 +240,3 @@ def _type_and_params(
     except Mismatch as mismatch:
         diagnosis.refuse(f"{block}.type", name, str(mismatch))
         return None
-
-
-def _torch_has(module: str, name: str) -> bool:
-    """Whether a class of this name exists in torch; asked only for names that are not in the lists above."""
-    import importlib
-
-    return isinstance(getattr(importlib.import_module(f"torch.{module}"), name, None), type)

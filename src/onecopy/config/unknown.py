@@ -1,17 +1,17 @@
-"""Names that a block does not know: an error where a misspelling would change the memory or the numbers, else a warning."""
+"""Names that a block does not know: an error where a misspelling would change memory or numbers, else a warning."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from . import features
-from .diagnosis import Diagnosis, nearest
-from .document import Config
-from .keys import keys_of
-from .kinds import Block, Mismatch, Switch, show
-from .reading import OnUnknown
-from .zero import NO_OFFLOAD, REPLACED
+from onecopy.config import features
+from onecopy.config.diagnosis import Diagnosis, nearest
+from onecopy.config.document import Config
+from onecopy.config.keys import keys_of
+from onecopy.config.kinds import Block, Mismatch, Switch, show
+from onecopy.config.reading import OnUnknown
+from onecopy.config.zero import NO_OFFLOAD, REPLACED
 
 STRICT = ("zero_optimization", "fp16", "bf16", "data_types", "torch_autocast", "onecopy")
 """Blocks in which an unknown name is an error; their inner blocks are as strict."""
@@ -32,7 +32,9 @@ def _names_by_block(cls: type = Config, path: str = "") -> dict[str, tuple[str, 
 
 
 NAMES = _names_by_block()
-_BLOCKS = {spelling: key.name for _, key in keys_of(Config) if isinstance(key.kind, Block) for spelling in key.spellings()}
+_BLOCKS = {
+    spelling: key.name for _, key in keys_of(Config) if isinstance(key.kind, Block) for spelling in key.spellings()
+}
 
 
 def for_block(block: str, diagnosis: Diagnosis) -> OnUnknown:
@@ -71,7 +73,9 @@ def _at_top(name: str, value: Any, path: str, diagnosis: Diagnosis) -> None:
 def suggestion(name: str, path: str) -> str:
     """The nearest known name: in the same block, else the same name in another block."""
     parent = path.rpartition(".")[0]
-    parent = ".".join([_BLOCKS.get(parent.split(".")[0], parent.split(".")[0]), *parent.split(".")[1:]]) if parent else ""
+    parent = (
+        ".".join([_BLOCKS.get(parent.split(".")[0], parent.split(".")[0]), *parent.split(".")[1:]]) if parent else ""
+    )
     known = NAMES.get(parent, ())
     elsewhere = [where for where, names in NAMES.items() if name in names and where != parent]
     close = nearest(name, known)
@@ -80,7 +84,9 @@ def suggestion(name: str, path: str) -> str:
         return f'this key belongs {"in " + elsewhere[0] if elsewhere[0] else "at the top level"}: write "{full}"'
     if close is not None:
         return f'did you mean "{close}"? correct the name or remove the key'
-    return f"remove the key; known keys here are {', '.join(sorted(known))}" if 0 < len(known) <= 15 else "remove the key"
+    return (
+        f"remove the key; known keys here are {', '.join(sorted(known))}" if 0 < len(known) <= 15 else "remove the key"
+    )
 
 
 def _old_zero_key(name: str, value: Any, path: str, diagnosis: Diagnosis) -> bool:

@@ -1,12 +1,13 @@
 """The `zero_optimization` block: which training state is sharded, and the limits on what is whole at a time."""
 
+# ruff: noqa: RUF009  # `key` and `block` return dataclass fields
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 
-from .keys import above, block, key, when
-from .kinds import Anything, Choice, Integer, Names, Number, StageNumber, Switch, Text
+from onecopy.config.keys import above, block, key, when
+from onecopy.config.kinds import Anything, Choice, Integer, Names, Number, StageNumber, Switch, Text
 
 NO_OFFLOAD = (
     "onecopy keeps every state on the training device and does not offload; "
@@ -74,10 +75,14 @@ class ZeroConfig:
         Switch(),
         "gradients are reduce-scattered to the owner of each shard",
         verdict="implied",
-        judge=when(False, "ignored", "gradients are reduced to the owner only, which sends less; the results are the same"),
+        judge=when(
+            False, "ignored", "gradients are reduced to the owner only, which sends less; the results are the same"
+        ),
     )
     reduce_bucket_size: int = key(
-        500_000_000, Integer(1, unit=ELEMENTS), "caps the elements of one flat buffer, which is what one reduction carries"
+        500_000_000,
+        Integer(1, unit=ELEMENTS),
+        "caps the elements of one flat buffer, which is what one reduction carries",
     )
     use_multi_rank_bucket_allreduce: bool = key(
         True,
@@ -111,7 +116,10 @@ class ZeroConfig:
         judge=when(False, "ignored", "the norm is computed anyway, with the check for non-finite gradients"),
     )
     load_from_fp32_weights: bool = key(
-        True, Switch(), "masters are restored from the fp32 values of a checkpoint", verdict="implied",
+        True,
+        Switch(),
+        "masters are restored from the fp32 values of a checkpoint",
+        verdict="implied",
         judge=when(False, "ignored", "masters are restored from a checkpoint's fp32 values whenever it has them"),
     )
     elastic_checkpoint: bool = key(
@@ -128,9 +136,11 @@ class ZeroConfig:
         Anything(),
         "off",
         verdict="ignored",
-        judge=lambda read: None
-        if read is None
-        else ("refused", "onecopy has no ZenFlow (asynchronous selective updates); remove the block"),
+        judge=lambda read: (
+            None
+            if read is None
+            else ("refused", "onecopy has no ZenFlow (asynchronous selective updates); remove the block")
+        ),
     )
     sub_group_size: int = key(
         1_000_000_000,
@@ -240,7 +250,9 @@ class ZeroConfig:
         Integer(0, unit="ranks"),
         "0 or 1: no secondary shards",
         verdict="implied",
-        judge=above(1, "refused", "onecopy has no secondary shards in groups of ranks (hpZ); write 1 or remove the key"),
+        judge=above(
+            1, "refused", "onecopy has no secondary shards in groups of ranks (hpZ); write 1 or remove the key"
+        ),
     )
     zero_quantized_weights: bool = key(
         False,
@@ -264,7 +276,7 @@ class ZeroConfig:
         judge=when(
             True,
             "refused",
-            'onecopy does not send quantized gradients (qgZ); write false, and "communication_data_type": "bf16" to send less',
+            'onecopy does not send quantized gradients (qgZ); write false, and "communication_data_type": "bf16"',
         ),
     )
     memory_efficient_linear: bool = key(
@@ -282,7 +294,9 @@ class ZeroConfig:
     log_trace_cache_warnings: bool = key(
         False, Switch(), "a change of the recorded order is handled without a warning", verdict="ignored"
     )
-    enable_sanity_checks: bool = key(False, Switch(), "the order of the collectives is always checked", verdict="implied")
+    enable_sanity_checks: bool = key(
+        False, Switch(), "the order of the collectives is always checked", verdict="implied"
+    )
     save_muon_momentum_buffer_in_memory: bool = key(False, Switch(), "concerns Muon only", verdict="ignored")
     leaf_module: LeafModuleConfig = block(LeafModuleConfig, "decides where one unit ends and the next begins")
     given: frozenset[str] = frozenset()
