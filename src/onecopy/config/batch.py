@@ -30,7 +30,7 @@ def find_world_size(given: int | None, diagnosis: Diagnosis) -> WorldSize:
     """The world size: as given, else the process group's, else WORLD_SIZE's, else 1. Not a collective."""
     if given is not None:
         try:
-            return WorldSize(_positive(given), "given to load")
+            return WorldSize(_positive(given), "given")
         except Mismatch as mismatch:
             diagnosis.refuse("world_size", given, str(mismatch))
             return WorldSize(1, "assumed")

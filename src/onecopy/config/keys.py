@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from onecopy.config.kinds import Block, Kind
+from onecopy.config.kinds import Block, Kind, show
 
 Verdict = Literal["honoured", "implied", "refused", "ignored", "note"]
 Judgement = tuple[Verdict, str]
-Judge = Callable[[Any], Judgement | None]
+
+
+class Judge(Protocol):
+    """Gives some values of a key a verdict and an effect of their own."""
+
+    def __call__(self, read: Any) -> Judgement | None:
+        """The verdict and the sentence for a value, or None for the key's own."""
+        ...
+
+    def describe(self) -> str:
+        """The special values with their sentences, as Markdown."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +83,63 @@ def default_of(one: dataclasses.Field[Any]) -> Any:
     return None if one.default is dataclasses.MISSING else one.default
 
 
-def when(value: Any, verdict: Verdict, sentence: str) -> Judge:
+@dataclass(frozen=True, slots=True)
+class when:
     """A judge that gives `verdict` and `sentence` to one value and leaves the others to the key's own."""
-    return lambda read: (verdict, sentence) if read == value and type(read) is type(value) else None
+
+    value: Any
+    verdict: Verdict
+    sentence: str
+
+    def __call__(self, read: Any) -> Judgement | None:
+        return (self.verdict, self.sentence) if type(read) is type(self.value) and read == self.value else None
+
+    def describe(self) -> str:
+        return _case(show(self.value), self.verdict, self.sentence)
 
 
-def above(limit: float, verdict: Verdict, sentence: str) -> Judge:
+@dataclass(frozen=True, slots=True)
+class above:
     """A judge that gives `verdict` and `sentence` to numbers above `limit`."""
-    return lambda read: (verdict, sentence) if read is not None and read > limit else None
+
+    limit: float
+    verdict: Verdict
+    sentence: str
+
+    def __call__(self, read: Any) -> Judgement | None:
+        return (self.verdict, self.sentence) if read is not None and read > self.limit else None
+
+    def describe(self) -> str:
+        return _case(f"above {self.limit:g}", self.verdict, self.sentence)
+
+
+@dataclass(frozen=True, slots=True)
+class given:
+    """A judge that gives `verdict` and `sentence` to every value but null."""
+
+    verdict: Verdict
+    sentence: str
+
+    def __call__(self, read: Any) -> Judgement | None:
+        return None if read is None else (self.verdict, self.sentence)
+
+    def describe(self) -> str:
+        return _case("any block", self.verdict, self.sentence)
+
+
+@dataclass(frozen=True, slots=True)
+class cases:
+    """A judge that gives each of several values a sentence of its own; all are honoured."""
+
+    sentences: tuple[tuple[Any, str], ...]
+
+    def __call__(self, read: Any) -> Judgement | None:
+        found = [sentence for value, sentence in self.sentences if value == read]
+        return ("honoured", found[0]) if found else None
+
+    def describe(self) -> str:
+        return "; ".join(f"`{show(value)}`: {sentence}" for value, sentence in self.sentences)
+
+
+def _case(value: str, verdict: Verdict, sentence: str) -> str:
+    return f"`{value}`: {'' if verdict == 'honoured' else verdict + ', '}{sentence}"

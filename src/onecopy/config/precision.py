@@ -28,7 +28,9 @@ class Fp16Config:
         "the model's inputs are taken as they are",
         judge=when(True, "honoured", "floating-point inputs of the model are cast to fp16"),
     )
-    loss_scale: float = key(0.0, Number(0), "a constant loss scale; 0 makes it dynamic")
+    loss_scale: float = key(
+        0.0, Number(0), "the loss scale is constant", judge=when(0.0, "honoured", "the loss scale is dynamic")
+    )
     initial_scale_power: int = key(16, Integer(0, 127), "the dynamic loss scale starts at 2 to this power")
     initial_loss_scale: float | None = key(
         None, Number(0, open_minimum=True), "the dynamic loss scale starts here: a scale, not a power"
@@ -36,7 +38,7 @@ class Fp16Config:
     loss_scale_window: int = key(
         1000, Integer(1, unit="steps"), "the dynamic loss scale doubles after so many steps without overflow"
     )
-    hysteresis: int = key(2, Integer(1, unit="overflows"), "the dynamic loss scale halves at the so-manieth overflow")
+    hysteresis: int = key(2, Integer(1, unit="overflows"), "the dynamic loss scale halves at every so many overflows")
     consecutive_hysteresis: bool = key(
         False,
         Switch(),

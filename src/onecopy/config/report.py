@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from onecopy.config.diagnosis import Finding
@@ -44,15 +44,41 @@ def value_text(finding: Finding) -> str:
 
 
 def _table(rows: list[Finding]) -> Iterator[str]:
-    cells = [(one.key_path, value_text(one), one.verdict, one.message) for one in rows]
+    """Aligned lines; the keys of a block stand indented under its name."""
+    cells: list[tuple[str, str, str, str]] = []
+    opened: list[str] = []
+    for one in sorted(rows, key=_by_block(rows)):
+        *parents, name = one.key_path.split(".")
+        for depth, parent in enumerate(parents):
+            if opened[: depth + 1] != parents[: depth + 1]:
+                opened = parents[: depth + 1]
+                cells.append(("  " * depth + parent, "", "", ""))
+        opened = parents
+        message = "see the problems below" if one.verdict == "refused" else one.message
+        cells.append(("  " * len(parents) + name, value_text(one), one.verdict, message))
     head = ("key", "value", "verdict", "effect")
     widths = [max(len(row[column]) for row in [head, *cells]) for column in range(3)]
     effect = max(WIDTH - sum(widths) - 6, 40)
-    for row in [head, tuple("-" * width for width in (*widths, effect)), *cells]:
-        parts = textwrap.wrap(row[3], effect) or [""]
-        yield "  ".join([*(text.ljust(width) for text, width in zip(row[:3], widths, strict=True)), parts[0]]).rstrip()
+    for row in [head, ("-" * widths[0], "-" * widths[1], "-" * widths[2], "-" * effect), *cells]:
+        parts = textwrap.wrap(row[3], effect, break_on_hyphens=False) or [""]
+        yield "  ".join([*(text.ljust(width) for text, width in zip(row[:3], widths)), parts[0]]).rstrip()
         for part in parts[1:]:
             yield " " * (sum(widths) + 6) + part
+
+
+def _by_block(rows: list[Finding]) -> Callable[[Finding], tuple[int, ...]]:
+    """A sort key that keeps the order of the rows but brings the keys of each block together."""
+    first: dict[str, int] = {}
+    for index, one in enumerate(rows):
+        parts = one.key_path.split(".")
+        for depth in range(len(parts)):
+            first.setdefault(".".join(parts[: depth + 1]), index)
+
+    def order(one: Finding) -> tuple[int, ...]:
+        parts = one.key_path.split(".")
+        return tuple(first[".".join(parts[: depth + 1])] for depth in range(len(parts)))
+
+    return order
 
 
 def _defaults(config: Config, seen: set[str]) -> Iterator[Finding]:

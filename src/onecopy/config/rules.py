@@ -10,8 +10,7 @@ from onecopy.config.diagnosis import Diagnosis
 from onecopy.config.document import Config
 from onecopy.config.features import warn_if_observing
 from onecopy.config.keys import keys_of
-from onecopy.config.kinds import show
-from onecopy.config.zero import NO_OFFLOAD, ZeroConfig
+from onecopy.config.zero import NO_OFFLOAD, STAGES, ZeroConfig
 
 
 def settle_auto_precision(plain: dict[Any, Any], diagnosis: Diagnosis) -> None:
@@ -94,8 +93,10 @@ def _loss_scale(config: Config, diagnosis: Diagnosis) -> None:
         if "fp16.initial_scale_power" in diagnosis.verdicts:
             diagnosis.refuse(path, scale, "says the same as initial_scale_power; keep one of the two")
         else:
-            power = f"{scale:g}" if scale != 2 ** round_log2(scale) else f'"initial_scale_power": {round_log2(scale)}'
-            diagnosis.note(path, scale, f"is read as a scale, not a power; DeepSpeed's own key for it is {power}")
+            text = (
+                f'is read as a scale, not a power; DeepSpeed\'s own key is "initial_scale_power": {round_log2(scale)}'
+            )
+            diagnosis.note(path, scale, text)
     if not fp16.enabled:
         return
     if not fp16.dynamic:
@@ -190,5 +191,5 @@ def _defaults_worth_saying(config: Config, diagnosis: Diagnosis) -> None:
         text = "gradients are scaled down to this global L2 norm, DeepSpeed's default too; 0 switches clipping off"
         diagnosis.judge("gradient_clipping", config.gradient_clipping, "honoured", text, "default")
     if "zero_optimization.stage" not in diagnosis.verdicts:
-        text = "nothing is sharded" if config.zero.stage == 0 else show(config.zero.stage)
+        text = dict(STAGES)[config.zero.stage]
         diagnosis.judge("zero_optimization.stage", config.zero.stage, "honoured", text, "default")

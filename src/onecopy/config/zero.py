@@ -6,7 +6,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from onecopy.config.keys import above, block, key, when
+from onecopy.config.keys import above, block, cases, key, when
+from onecopy.config.keys import given as if_given
 from onecopy.config.kinds import Anything, Choice, Integer, Names, Number, StageNumber, Switch, Text
 
 NO_OFFLOAD = (
@@ -14,6 +15,12 @@ NO_OFFLOAD = (
     'remove the block or write "device": "none", and use stage 3 or more ranks if memory is short'
 )
 ELEMENTS = "elements"
+STAGES = (
+    (0, "every rank keeps all parameters, gradients and optimizer states"),
+    (1, "masters and moments are sharded over the ranks"),
+    (2, "gradients, masters and moments are sharded over the ranks"),
+    (3, "parameters, gradients, masters and moments are sharded over the ranks"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,9 @@ class ZeroConfig:
     stage: int = key(
         0,
         StageNumber(),
-        "0: nothing is sharded; 1: optimizer states; 2: gradients too; 3: parameters too",
+        "which states are sharded over the ranks",
         auto=False,
+        judge=cases(STAGES),
     )
     contiguous_gradients: bool = key(
         True,
@@ -136,11 +144,7 @@ class ZeroConfig:
         Anything(),
         "off",
         verdict="ignored",
-        judge=lambda read: (
-            None
-            if read is None
-            else ("refused", "onecopy has no ZenFlow (asynchronous selective updates); remove the block")
-        ),
+        judge=if_given("refused", "onecopy has no ZenFlow (asynchronous selective updates); remove the block"),
     )
     sub_group_size: int = key(
         1_000_000_000,
