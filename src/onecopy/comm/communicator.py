@@ -1,0 +1,124 @@
+"""What the sharding rooms need from a back end, and what all back ends share: names of ranks, waits that explain themselves."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from onecopy.comm.counters import Counters
+from onecopy.comm.rank_order_sum import RankOrderSum
+from onecopy.errors import CommunicationError
+
+
+class PendingGather(Protocol):
+    """An all-gather in flight into one buffer [n]."""
+
+    def wait(self) -> None:
+        """Return when the buffer is whole (on an accelerator: when the current stream will see it whole)."""
+
+    def drain(self) -> None:
+        """Return when this rank's own part is no longer being read, so that the buffer may be overwritten."""
+
+
+class PendingReduce(Protocol):
+    """A reduce-scatter in flight out of one buffer [n]."""
+
+    def finish(self, out: torch.Tensor, accumulate: bool) -> None:
+        """Write (or add) the sum over ranks of this rank's part [n/N] to `out`; afterwards the buffer is free."""
+
+
+class Communicator(ABC):
+    """The ranks of one shard group. All methods are collective over the group unless they say otherwise.
+
+    Attributes:
+        group: the process group this communicator made for itself.
+        rank, world_size: this rank's place in the group.
+        counters: bytes and collectives so far.
+        waiting: what this rank waits for now and since when, for the error of a wait that never ends.
+        imagined: the other ranks do not exist (torch's fake back end), so what they would have sent cannot be read.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.counters = Counters()
+        self.waiting: tuple[str, float] | None = None
+        self.imagined = "fake" in str(dist.get_backend_config(group))
+        self.sum = RankOrderSum(device)
+
+    @abstractmethod
+    def start_gather(self, buffer: torch.Tensor, key: int, label: str) -> PendingGather:
+        """Start to fill `buffer` [n] in place from every rank's own part [n/N], which is already there.
+
+        Args:
+            key: a number that is the same on all ranks for this buffer and different for others in flight.
+            label: what is gathered, for messages.
+        """
+
+    @abstractmethod
+    def start_reduce(self, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str) -> PendingReduce:
+        """Start to sum `buffer` [n] over ranks, each rank receiving its own part.
+
+        Args:
+            scratch: [n - n/N] elements of the buffer's dtype that the back end may use until the reduce is finished.
+        """
+
+    def sum_vector(self, vector: torch.Tensor, label: str) -> torch.Tensor:
+        """The sum over ranks of a small vector, the same bits on every rank; returns a new tensor."""
+        if self.world_size == 1:
+            return vector.clone()
+        count = vector.numel()
+        everyone = torch.empty(self.world_size * count, dtype=vector.dtype, device=vector.device)
+        everyone[self.rank * count : (self.rank + 1) * count] = vector.flatten()
+        pending = self.start_gather(everyone, 0, label)
+        pending.wait()
+        pending.drain()
+        return everyone.view(self.world_size, count).sum(dim=0)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, label: str) -> None:
+        """Overwrite `tensor` on every rank with the one of group rank `source`."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return
+        self.counters.add("broadcast", tensor.nbytes if self.rank == source else 0)
+        work = dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
+        self.wait_for(work.wait, f"broadcast of {label} from rank {source}")
+
+    def read(self, tensor: torch.Tensor) -> list[Any] | None:
+        """The values of a small agreed tensor on the host (which waits for the device); None from imagined ranks."""
+        return None if self.imagined else tensor.tolist()  # type: ignore[no-any-return]
+
+    def exchange(self, value: Any, label: str) -> list[Any]:
+        """Every rank's small Python value, in rank order. For set-up and errors only: it synchronises the host."""
+        if self.world_size == 1 or self.imagined:
+            return [value] * self.world_size
+        values: list[Any] = [None] * self.world_size
+        self.wait_for(lambda: dist.all_gather_object(values, value, group=self.group), f"exchange of {label}")
+        return values
+
+    def wait_for(self, wait: Callable[[], Any], what: str) -> None:
+        """Run a blocking wait; a failure becomes one error that says what was awaited and what the causes are."""
+        self.waiting = (what, time.monotonic())
+        try:
+            wait()
+        except RuntimeError as error:
+            raise CommunicationError(self._explain(what, error)) from error
+        finally:
+            self.waiting = None
+
+    def _explain(self, what: str, error: RuntimeError) -> str:
+        first_line = str(error).splitlines()[0][:300]
+        return (
+            f"rank {self.rank} of {self.world_size} waited for the {what} and another rank did not take part. Every rank must make "
+            "the same calls in the same order (forward, backward, step, save and load are collective); look at the other "
+            f"ranks' output for the first error: a rank that raised, stopped or took another path is the cause ({first_line})"
+        )
+
+    def close(self) -> None:
+        """Leave the group; collective in that every rank must do it sooner or later. Nothing may be in flight."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)

@@ -1,0 +1,84 @@
+"""Join the world and choose the back end for a shard group: the one place where back ends are told apart."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from onecopy.comm.collective import Collective
+from onecopy.comm.communicator import Communicator
+from onecopy.comm.point_to_point import LARGEST_WORLD, PointToPoint
+from onecopy.errors import CommunicationError
+
+
+def default_device() -> torch.device:
+    """This rank's accelerator, or the CPU where there is none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device(accelerator.type if accelerator else "cpu", index)
+
+
+def ensure_process_group(backend: str | None = None, timeout_seconds: float | None = None, port: int = 29500) -> None:
+    """Start torch.distributed from the launcher's environment, or as a world of one rank without a launcher.
+
+    A process group that is already up is kept as it is.
+
+    Raises:
+        CommunicationError: the environment names a world size above 1 but no rank.
+    """
+    if dist.is_initialized():
+        return
+    environment = os.environ
+    if int(environment.get("WORLD_SIZE", "1")) > 1 and "RANK" not in environment:
+        raise CommunicationError(
+            f"WORLD_SIZE is {environment['WORLD_SIZE']} but RANK is not set; start the script with torchrun "
+            "(or `onecopy train` / `onecopy run`), which sets both"
+        )
+    options: dict[str, timedelta] = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
+    device = default_device()
+    chosen = backend or ("gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device))
+    if "RANK" in environment:
+        environment.setdefault("MASTER_ADDR", "127.0.0.1")
+        environment.setdefault("MASTER_PORT", str(port))
+        environment.setdefault("WORLD_SIZE", "1")
+        dist.init_process_group(chosen, **options)
+    else:
+        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, **options)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def connect(
+    group: dist.ProcessGroup | None, device: torch.device, timeout_seconds: float | None = None, point_to_point: bool | None = None
+) -> Communicator:
+    """A communicator over the ranks of `group` (default: all ranks), on process groups of its own. Collective.
+
+    Args:
+        timeout_seconds: how long a rank may wait for the others; default: the parent group's own timeout.
+        point_to_point: force or forbid point-to-point sends; default: on the CPU up to `LARGEST_WORLD` ranks.
+    """
+    parent = group if group is not None else dist.group.WORLD
+    assert parent is not None
+    ranks = dist.get_process_group_ranks(parent)
+    timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else _timeout_of(parent, device)
+
+    def new_group() -> dist.ProcessGroup:
+        # Ranks outside this shard group do not call us, so only its members synchronise.
+        return dist.new_group(ranks, timeout=timeout, use_local_synchronization=len(ranks) < dist.get_world_size())
+
+    if point_to_point is None:
+        point_to_point = device.type == "cpu" and len(ranks) <= LARGEST_WORLD
+    if point_to_point:
+        return PointToPoint(new_group(), device)
+    return Collective(new_group(), new_group(), device)
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout the user gave the parent group: a sub-group would silently fall back to the library's default."""
+    try:
+        return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
+    except (RuntimeError, AttributeError):
+        return None

@@ -1,0 +1,470 @@
+"""The engine users know: forward, backward, step, and what a run looks like from outside."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from onecopy.comm import Communicator
+from onecopy.config import Config
+from onecopy.engine import assemble
+from onecopy.engine.accumulation import AccumulationWindow
+from onecopy.engine.agreement import agree_on_model, hash_of
+from onecopy.engine.attributes import mark_parameters
+from onecopy.engine.getters import ConfigGetters
+from onecopy.engine.reporting import Reporter
+from onecopy.errors import ModelError
+from onecopy.layout import placement_for_stage
+from onecopy.observe.log import log_once
+from onecopy.observe.timers import timers_for
+from onecopy.optim.fused import make_fused, supports_fused_scaling
+from onecopy.optim.loss_scale import LossScaler
+from onecopy.optim.masters import Masters
+from onecopy.optim.state import take_states
+from onecopy.optim.step import OptimizerStep, StepOutcome
+from onecopy.optim.wrapper import ShardedOptimizer
+from onecopy.sharding import FlatBuffer, Gradients, Limits, Runtime
+
+
+class Engine(nn.Module, ConfigGetters):
+    """A model whose training state is sharded over the ranks of a communicator.
+
+    `engine(batch)`, `engine.backward(loss)` and `engine.step()` are collective: every rank calls them in the same order.
+
+    Attributes:
+        module: the user's model; attributes not found on the engine are looked up there.
+        optimizer: a `torch.optim.Optimizer` over this rank's masters, or None for inference.
+        basic_optimizer: the optimizer inside it.
+        lr_scheduler: stepped by `step()` if it was given to `initialize` or configured.
+        config: the user's own dictionary; `configuration` is what it was resolved to.
+        global_steps, global_samples: boundaries passed so far, and the samples they stand for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        communicator: Communicator,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.configuration = config
+        self.config = config.source
+        self.communicator = communicator
+        self.device = communicator.device
+        self.placement = placement_for_stage(config.zero.stage, communicator.world_size)
+        assemble.check_supported(config)
+        self.timers = timers_for(config.wall_clock_breakdown, self.device)
+        self.reporter = Reporter(config, communicator)
+        self.window = AccumulationWindow(config.gradient_accumulation_steps, config.managed_gradient_accumulation)
+        self.scaler = LossScaler.from_config(config.fp16) if config.fp16.enabled else None
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.global_steps = 0
+        self.global_samples = 0
+        self._skipped = 0
+        self._step_applied = False
+        self._outcome: StepOutcome | None = None
+        self._unread: list[StepOutcome] = []
+        self._loss_is_scaled = False
+        self._deferred_by_user = False
+        self._order_agreed = communicator.world_size == 1
+        self._destroyed = False
+        self._build(optimizer, model_parameters)
+
+    # ---------------------------------------------------------------------------------------------------------- building
+    def _build(self, optimizer: Any, model_parameters: Any) -> None:
+        trained = assemble.choose_optimizer(self.module, self.configuration, optimizer, model_parameters)
+        for tensor in self.module.buffers():
+            tensor.data = tensor.data.to(self.device)
+        if agree_on_model(self.module, self.communicator):
+            self.reporter.say("ranks started with different weights; rank 0's were sent to all of them")
+        inner = trained.optimizer
+        states = take_states(inner, self.module) if inner is not None else {}
+        self._drop_untrained_gradients(trained.group_of)
+        self.units = assemble.make_units(self.module, self.configuration, self.placement, trained.group_of, self.communicator)
+        slots = assemble.make_slots(self.units, self.configuration, self.communicator)
+        self.gradients = Gradients(
+            self._reduce_order(),
+            self.communicator,
+            self.placement,
+            self.configuration.communication_data_type,
+            self.configuration.data_types.grad_accum_dtype or torch.float32,
+            assemble.overlaps(self.configuration),
+            self.timers.phase,
+        )
+        zero = self.configuration.zero
+        limits = Limits(zero.prefetch_bucket_size, zero.max_reuse_distance, assemble.overlaps(self.configuration))
+        self.runtime = Runtime(self.module, self.units, slots, self.gradients, self.communicator, limits, self.timers.phase)
+        self.runtime.defer = self._gradients_stay_whole
+        self.runtime.scale_outputs = self._scale_output_gradient
+        mark_parameters(self.units, self.configuration, self.communicator)
+        self.basic_optimizer = inner
+        self.optimizer: ShardedOptimizer | None = None
+        if inner is not None:
+            self.masters = Masters([gradient.flat for gradient in self.gradients.all], inner)
+            self.masters.restore(states)
+            if supports_fused_scaling(inner):
+                make_fused(inner)
+            self.optimizer_step = OptimizerStep(self.masters, self.gradients, self.communicator)
+            self.optimizer = ShardedOptimizer(inner, self._update, self.zero_grad)
+        self.reporter.describe(self)
+
+    def _drop_untrained_gradients(self, group_of: dict[int, int]) -> None:
+        """A parameter that requires gradients but is in no optimizer group gets none kept: nothing would read them."""
+        self._untrained = [p for p in self.module.parameters() if p.requires_grad and id(p) not in group_of]
+        for parameter in self._untrained:
+            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+
+    def _reduce_order(self) -> list[FlatBuffer]:
+        """Trained flat buffers in the canonical order: blocks from the last to the first, then what the root owns."""
+        blocks = [unit for unit in self.units if not unit.resident]
+        residents = [unit for unit in self.units if unit.resident]
+        return [flat for unit in [*reversed(blocks), *residents] for flat in unit.buffers if flat.trainable]
+
+    # ----------------------------------------------------------------------------------------------------------- forward
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward. Collective."""
+        with self.timers.phase("forward"), self._autocast():
+            if self.configuration.fp16.enabled and self.configuration.fp16.auto_cast:
+                args, kwargs = _half((args, kwargs))
+            return self.module(*args, **kwargs)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        settings = self.configuration.torch_autocast
+        if not settings.enabled:
+            return nullcontext()
+        return torch.autocast(self.device.type, settings.dtype or torch.bfloat16)
+
+    # ---------------------------------------------------------------------------------------------------------- backward
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> torch.Tensor:
+        """Compute and reduce the gradients of `loss`, a scalar. Collective.
+
+        The update uses the mean over the window's micro-batches, so the loss is given as it is. With
+        `scale_wrt_gas=False` the caller has divided it by the number of micro-batches already.
+
+        Returns:
+            The loss divided by `gradient_accumulation_steps` (the very object with `scale_wrt_gas=False`).
+        """
+        assert isinstance(loss, torch.Tensor) and loss.numel() == 1, (
+            f"engine.backward needs a scalar loss, not {_kind(loss)}; reduce it with .mean() or .sum(), or call tensor.backward(gradient=...)"
+        )
+        if self.optimizer is None:
+            raise ModelError("engine.backward needs an optimizer: give one to initialize, or put an optimizer block into the configuration")
+        if not scale_wrt_gas:
+            self._divided_by_caller = True
+        self._loss_is_scaled = True
+        try:
+            with self.timers.phase("backward"):
+                self.scale(loss, mark=False).backward(retain_graph=retain_graph, **kwargs)
+        finally:
+            self._loss_is_scaled = False
+        steps = self.window.steps
+        self.reporter.saw_loss(loss)
+        return loss / steps if scale_wrt_gas and steps > 1 else loss
+
+    def scale(self, loss: torch.Tensor, mark: bool = True) -> torch.Tensor:
+        """The loss times the fp16 loss scale, for code that calls `.backward()` itself."""
+        if mark:
+            self._loss_is_scaled = True
+        return loss if self.scaler is None else loss * self.scaler.scale
+
+    def _scale_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A plain `loss.backward()` has not scaled its loss: the model's outputs do it for the model."""
+        if self.scaler is None or self._loss_is_scaled:
+            return None
+        return gradient * self.scaler.scale
+
+    def _gradients_stay_whole(self) -> bool:
+        """Whether the backward that begins now leaves its gradients unreduced on this rank."""
+        if self.placement.gradients.sharded:
+            return False
+        return self._deferred_by_user or not self.window.expects_boundary(self.runtime.micro_batches + 1)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside do not reduce where gradients are whole (stages 0, 1); where they are sharded they do.
+
+        The weights after the step are the same either way.
+        """
+        before, self._deferred_by_user = self._deferred_by_user, True
+        try:
+            yield
+        finally:
+            self._deferred_by_user = before
+
+    coalesce_grad_reduction = no_sync
+
+    # -------------------------------------------------------------------------------------------------------------- step
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates the weights."""
+        return self.window.is_boundary(self.runtime.micro_batches)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next steps are boundaries, until said otherwise."""
+        self.window.forced = bool(is_boundary)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; at a boundary clip, update the weights, clear the gradients and step the scheduler. Collective."""
+        if self.optimizer is None:
+            raise ModelError("engine.step needs an optimizer: give one to initialize, or put an optimizer block into the configuration")
+        batches = self.runtime.micro_batches
+        boundary = self.window.is_boundary(batches)
+        if boundary and self.window.seen_whole_window(batches) and (self.window.micro_steps + 1) % self.window.steps:
+            log_once(
+                ("natural accumulation", id(self)),
+                f"step() is called once after {self.window.steps} micro-batches, not after each one; onecopy updates the weights at each such call. "
+                'Write "managed_gradient_accumulation": false into the configuration to settle it.',
+            )
+        self.window.step_called(boundary, batches)
+        if not boundary:
+            return
+        with self.timers.phase("step"):
+            self.optimizer.step()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._step_scheduler(lr_kwargs or {})
+        self.timers.step_done()
+        self.reporter.step_done(self)
+
+    def _update(self) -> None:
+        """What a boundary does to weights and gradients, without the counters: `optimizer.step()`."""
+        self.gradients.settle()
+        divisor = float(self.communicator.world_size if self.configuration.gradient_allreduce_op == "mean" else 1)
+        if not self._divided_by_caller:
+            divisor *= max(1, self.runtime.micro_batches)
+        if self.scaler is not None:
+            divisor *= self.scaler.scale
+        outcome = self.optimizer_step.apply(divisor, self.configuration.gradient_clipping)
+        if outcome.unused and not self.configuration.zero.ignore_unused_parameters:
+            names = ", ".join(sorted(outcome.unused)[:5])
+            raise ModelError(f"no gradient reached {names}; freeze them, or set zero_optimization.ignore_unused_parameters to true")
+        self._outcome = outcome
+        self._unread.append(outcome)
+        if self._reads_at_once:
+            self._read_outcomes()
+        self._agree_on_order()
+        self._clear_window()
+        for unit in self.units:
+            for flat in unit.whole:
+                flat.start_refresh()
+        self.communicator.counters.snapshot()
+
+    _divided_by_caller = False
+
+    def _clear_window(self) -> None:
+        self.gradients.reset(keep_memory=self.window.steps > 1)
+        self.runtime.begin_window()
+        self._divided_by_caller = False
+        self._loss_is_scaled = False
+
+    def _agree_on_order(self) -> None:
+        """After the first window: use units' recorded order if all ranks recorded the same."""
+        if self._order_agreed:
+            return
+        self._order_agreed = True
+        used = self.runtime.order.forward_units()
+        order = used + [unit for unit in self.units if unit not in used]
+        if len(set(self.communicator.exchange(hash_of([unit.name for unit in order]), "order of units"))) == 1:
+            self.units = order
+            self.runtime.units = order
+            self.runtime.slots.assign([unit for unit in order if unit.sharded])
+            self.gradients.set_order(self._reduce_order())
+
+    @property
+    def _reads_at_once(self) -> bool:
+        """Whether the host waits for a step's outcome: only where that is free, or where a schedule depends on it."""
+        return self.device.type == "cpu" or self.scaler is not None or self.lr_scheduler is not None
+
+    def _read_outcomes(self) -> None:
+        """Take in what finished steps found: counters, loss scale, a word about skipped steps."""
+        unread, self._unread = self._unread, []
+        for outcome in unread:
+            found = self.communicator.read(outcome.found_inf.view(1))
+            overflow = bool(found and found[0])
+            self._step_applied = not overflow
+            if overflow:
+                self._skipped += 1
+                detail = ""
+                if self.scaler is not None and self.scaler.scale <= self.configuration.fp16.min_loss_scale:
+                    detail = self._where_not_finite()
+                self.reporter.skipped(self.global_steps + 1, self.scaler)
+            if self.scaler is not None:
+                self.scaler.update(overflow, detail if overflow else "")
+
+    def _where_not_finite(self) -> str:
+        names = self.optimizer_step.non_finite_names()
+        return f"gradients that are not finite on rank {self.communicator.rank}: {', '.join(names[:5]) or 'none here'}"
+
+    def _step_scheduler(self, lr_kwargs: dict[str, Any]) -> None:
+        if self.lr_scheduler is not None and self._step_applied:
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the window so far, as in torch; in mid-window it says so once."""
+        if self.runtime.micro_batches:
+            log_once(
+                ("zero_grad", id(self)),
+                f"zero_grad() discarded the gradients of {self.runtime.micro_batches} micro-batch(es) that no step had used; engine.step() clears "
+                "gradients itself, so the call can go",
+            )
+        self._clear_window_gradients()
+
+    def _clear_window_gradients(self) -> None:
+        self.gradients.reset(keep_memory=self.window.steps > 1)
+        self.runtime.forwards_seen.clear()
+        self.runtime.micro_batches = 0
+        self.window.discarded()
+        self._divided_by_caller = False
+
+    # -------------------------------------------------------------------------------------------------- sizes and answers
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because a gradient was not finite. Waits for the device."""
+        self._read_outcomes()
+        return self._skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self._skipped = value
+
+    def was_step_applied(self) -> bool:
+        """Whether the last boundary changed the weights. Waits for the device."""
+        self._read_outcomes()
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's mean gradient before clipping, the same on all ranks; None before the first step."""
+        if self._outcome is None:
+            return None
+        read = self.communicator.read(self._outcome.norm.view(1))
+        return None if read is None else (read[0] if read[0] == read[0] else float("inf"))
+
+    def loss_scale(self) -> float:
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def get_mom(self) -> list[Any]:
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def get_type(self) -> list[str]:
+        return [type(self.basic_optimizer).__name__] if self.basic_optimizer else []
+
+    @property
+    def micro_steps(self) -> int:
+        return self.window.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self.window.micro_steps = value
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.window.steps
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self.train_micro_batch_size_per_gpu() * self.window.steps * self.communicator.world_size
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change `gradient_accumulation_steps` so that one step takes so many samples; from the next window on."""
+        a_step = self.train_micro_batch_size_per_gpu() * self.communicator.world_size
+        if train_batch_size <= 0 or train_batch_size % a_step:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is no multiple of {a_step} (micro-batch {self.train_micro_batch_size_per_gpu()} "
+                f"x {self.communicator.world_size} ranks)"
+            )
+        self.window.steps = train_batch_size // a_step
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train_batch_size, micro-batch size a rank, gradient_accumulation_steps)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.window.steps
+
+    @property
+    def global_rank(self) -> int:
+        return torch.distributed.get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        return self.device.index or 0
+
+    @property
+    def world_size(self) -> int:
+        return torch.distributed.get_world_size()
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.communicator.world_size
+
+    @property
+    def monitor(self) -> Any:
+        return self.reporter.monitor
+
+    # ------------------------------------------------------------------------------------------------------------- seeing
+    def memory(self) -> dict[str, int]:
+        """Bytes of training state on this rank now, by category. Not collective."""
+        return self.reporter.memory(self)
+
+    def communication(self) -> dict[str, Any]:
+        """Bytes this rank sent and collectives it took part in during the last step, in all and by kind."""
+        last = self.communicator.counters.last_step
+        return {
+            "bytes_sent": sum(last["bytes_sent"].values()),
+            "collectives": sum(last["collectives"].values()),
+            "bytes_by_kind": dict(last["bytes_sent"]),
+            "collectives_by_kind": dict(last["collectives"]),
+        }
+
+    # ---------------------------------------------------------------------------------------------------- being a module
+    def train(self, mode: bool = True) -> "Engine":
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def eval(self) -> "Engine":
+        return self.train(False)
+
+    def module_state_dict(self) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self._modules:
+                raise
+            return getattr(self._modules["module"], name)
+
+    def destroy(self) -> None:
+        """Take the hooks off, free the buffers and leave the process groups. Collective."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        for unit in self.units:
+            unit.finish_refresh()
+        self.gradients.reset(keep_memory=False)
+        self.runtime.begin_window()
+        self.runtime.detach()
+        for slot in self.runtime.slots.slots:
+            slot.drain()
+        self.reporter.close()
+        self.communicator.close()
+
+
+def _forget_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _half(value: Any) -> Any:
+    cast: Callable[[Any], Any] = lambda v: v.half() if isinstance(v, torch.Tensor) and v.is_floating_point() else v  # noqa: E731
+    return torch.utils._pytree.tree_map(cast, value)
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

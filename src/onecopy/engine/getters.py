@@ -1,0 +1,137 @@
+"""What DeepSpeed's engine answers about its configuration: one method a question, no arguments."""
+
+from typing import Any
+
+import torch
+
+from onecopy.config import Config
+
+
+class ConfigGetters:
+    """Reads `self.configuration` (the resolved `Config`); mixed into the engine."""
+
+    configuration: Config
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.configuration.train_micro_batch_size_per_gpu
+
+    def gradient_clipping(self) -> float:
+        return self.configuration.gradient_clipping
+
+    def gradient_predivide_factor(self) -> float:
+        return self.configuration.gradient_predivide_factor
+
+    def postscale_gradients(self) -> bool:
+        return not self.configuration.prescale_gradients
+
+    def steps_per_print(self) -> int | None:
+        return self.configuration.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.configuration.wall_clock_breakdown
+
+    def memory_breakdown(self) -> bool:
+        return self.configuration.memory_breakdown
+
+    def dump_state(self) -> bool:
+        return self.configuration.dump_state
+
+    def fp16_enabled(self) -> bool:
+        return self.configuration.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self.configuration.bf16.enabled
+
+    def fp16_auto_cast(self) -> bool:
+        return self.configuration.fp16.auto_cast
+
+    def fp16_master_weights_and_gradients(self) -> bool:
+        return False
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.configuration.fp16.enabled and self.configuration.fp16.loss_scale == 0
+
+    def initial_dynamic_scale(self) -> float:
+        return self.configuration.fp16.initial_scale
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        fp16 = self.configuration.fp16
+        return {
+            "init_scale": fp16.initial_scale,
+            "scale_window": fp16.loss_scale_window,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+            "min_scale": fp16.min_loss_scale,
+        }
+
+    def optimizer_name(self) -> str | None:
+        return self.configuration.optimizer.type if self.configuration.optimizer else None
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        return self.configuration.optimizer.params if self.configuration.optimizer else None
+
+    def scheduler_name(self) -> str | None:
+        return self.configuration.scheduler.type if self.configuration.scheduler else None
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        return self.configuration.scheduler.params if self.configuration.scheduler else None
+
+    def dataloader_drop_last(self) -> bool:
+        return self.configuration.dataloader_drop_last
+
+    def use_node_local_storage(self) -> bool:
+        return self.configuration.checkpoint.use_node_local_storage
+
+    def load_universal_checkpoint(self) -> bool:
+        return self.configuration.checkpoint.load_universal
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        return self.configuration.checkpoint.tag_validation.lower() != "ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        return self.configuration.checkpoint.tag_validation.lower() == "fail"
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The compute dtype and the dtype gradients are accumulated in."""
+        return self.configuration.compute_dtype, self.configuration.data_types.grad_accum_dtype or torch.float32
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return self.configuration.communication_data_type or self.configuration.compute_dtype
+
+    # ------------------------------------------------------------------------------------------------------------- zero
+    def zero_optimization(self) -> bool:
+        return self.configuration.zero.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.configuration.zero.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.configuration.zero.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.configuration.zero.stage >= 3
+
+    def zero_cpu_offload(self) -> bool:
+        return False
+
+
+def _zero_getter(key: str) -> Any:
+    def getter(self: ConfigGetters) -> Any:
+        zero = self.configuration.zero
+        return getattr(zero, key) if hasattr(zero, key) else getattr(zero, f"zero_{key}")
+
+    getter.__name__ = f"zero_{key}"
+    getter.__doc__ = f"`zero_optimization.{key}`."
+    return getter
+
+
+for _key in (
+    "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "elastic_checkpoint",
+    "gather_16bit_weights_on_model_save", "hpz_partition_size", "ignore_unused_parameters", "load_from_fp32_weights",
+    "max_live_parameters", "max_reuse_distance", "model_persistence_threshold", "module_granularity_threshold",
+    "offload_optimizer", "offload_param", "overlap_comm", "param_persistence_threshold", "prefetch_bucket_size",
+    "quantized_gradients", "quantized_nontrainable_weights", "quantized_weights", "reduce_bucket_size", "reduce_scatter",
+    "round_robin_gradients", "sub_group_size",
+):  # fmt: skip
+    setattr(ConfigGetters, f"zero_{_key}", _zero_getter(_key))

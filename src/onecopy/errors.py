@@ -1,0 +1,25 @@
+"""Every error the user can meet, by the place it comes from; each message names the place, the value and the fix."""
+
+
+class OneCopyError(RuntimeError):
+    """Base of all errors raised by onecopy."""
+
+
+class ConfigError(OneCopyError, ValueError):
+    """The configuration cannot be honoured; the message names the key path, the value and the fix."""
+
+
+class ModelError(OneCopyError, ValueError):
+    """The model, its parameters or its optimizer cannot be sharded as given."""
+
+
+class ReleasedParameterError(OneCopyError):
+    """A parameter whose values are not on this rank now was read outside a forward or a gathering context."""
+
+
+class CommunicationError(OneCopyError):
+    """Ranks disagree about, or did not take part in, a collective call."""
+
+
+class CheckpointError(OneCopyError):
+    """A checkpoint cannot be written or read as asked."""

@@ -1,0 +1,113 @@
+"""From unit plans to units with memory: which flat buffers a unit gets, and in what order parameters lie in them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from onecopy.comm import Communicator
+from onecopy.layout import ALIGNMENT, Place, Placement, round_up
+from onecopy.sharding.discover import UnitPlan
+from onecopy.sharding.flat_buffer import FlatBuffer
+from onecopy.sharding.unit import Unit
+
+SMALL = "(small parameters)"
+
+Named = tuple[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class BuildRules:
+    """What decides the flat buffers.
+
+    Attributes:
+        placement: the stage's row.
+        compute_dtype: the dtype a parameter is used in, by its qualified name.
+        group_of: optimizer group by parameter identity; parameters not in it are not trained.
+        small: identities of parameters that stay whole although parameters are sharded.
+        bucket_elements: the most elements of one flat buffer (one parameter at least).
+    """
+
+    placement: Placement
+    compute_dtype: Callable[[str, nn.Parameter], torch.dtype]
+    group_of: Mapping[int, int]
+    small: frozenset[int] | set[int]
+    bucket_elements: int
+
+
+def build_units(plans: Sequence[UnitPlan], rules: BuildRules, communicator: Communicator) -> list[Unit]:
+    """Make the units in plan order, small parameters' unit last; the parameters' original storage is freed on the way.
+
+    Frozen parameters of whole placement need no buffer: they stay the tensors they are, in the compute dtype.
+    """
+    small = UnitPlan(SMALL, None)
+    units = []
+    key = 0
+    for plan in [*plans, small]:
+        buffers = []
+        kept: list[Named] = []
+        for name, parameter in plan.parameters:
+            if plan is not small and rules.placement.parameters.sharded and id(parameter) in rules.small:
+                small.parameters.append((name, parameter))
+            else:
+                kept.append((name, parameter))
+        for dtype, trainable, members in _alike(kept, rules):
+            place = rules.placement.parameters
+            if plan is small or not all(shardable(parameter) for _, parameter in members):
+                place = Place.WHOLE
+            if not trainable and not place.sharded:
+                for _, parameter in members:
+                    parameter.data = parameter.data.to(communicator.device, dtype)
+                continue
+            for bucket in _buckets(members, rules.bucket_elements):
+                key += 1
+                groups = [rules.group_of[id(parameter)] for _, parameter in bucket] if trainable else None
+                names, parameters = [name for name, _ in bucket], [parameter for _, parameter in bucket]
+                label = f"{plan.name} ({names[0]}{', ...' if len(names) > 1 else ''})"
+                buffers.append(
+                    FlatBuffer(key, label, parameters, names, dtype, place, groups, communicator, rules.placement)
+                )
+        if buffers:
+            units.append(Unit(plan.name, plan.module, buffers, resident=plan.module is None))
+    return units
+
+
+def shardable(parameter: nn.Parameter) -> bool:
+    """Whether a parameter can be empty for a while: subclasses carry state of their own that a flat view would drop."""
+    return type(parameter) is nn.Parameter
+
+
+def _alike(members: Sequence[Named], rules: BuildRules) -> Iterator[tuple[torch.dtype, bool, list[Named]]]:
+    """Split into sets that can lie in one flat buffer: one dtype (given and used), trained or not, sharded or not.
+
+    Inside a set parameters are ordered by optimizer group, so that a group is one contiguous range.
+    """
+    sets: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[Named]] = {}
+    for name, parameter in members:
+        if parameter.numel() == 0:
+            continue
+        trainable = id(parameter) in rules.group_of and parameter.requires_grad
+        kind = (rules.compute_dtype(name, parameter), parameter.dtype, trainable, shardable(parameter))
+        sets.setdefault(kind, []).append((name, parameter))
+    for (dtype, _, trainable, _), members_alike in sets.items():
+        if trainable:
+            members_alike.sort(key=lambda member: rules.group_of[id(member[1])])
+        yield dtype, trainable, members_alike
+
+
+def _buckets(members: Sequence[Named], most: int) -> Iterator[list[Named]]:
+    """Cut into runs of at most `most` elements; a parameter larger than that is a run of its own."""
+    run: list[Named] = []
+    elements = 0
+    for name, parameter in members:
+        size = round_up(parameter.numel(), ALIGNMENT)
+        if run and elements + size > most:
+            yield run
+            run, elements = [], 0
+        run.append((name, parameter))
+        elements += size
+    if run:
+        yield run
+
+

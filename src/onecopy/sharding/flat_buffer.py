@@ -1,0 +1,182 @@
+"""One flat buffer: parameters of one dtype laid end to end, and where its weights are kept on this rank.
+
+        whole place    `whole` [n]      permanent, in the compute dtype; parameters are views of it
+        sharded place  `shard` [n/N]    (or the fp32 master, which then is the only copy); a slot is borrowed while in use
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from onecopy.comm import Communicator, PendingGather
+from onecopy.layout import FlatLayout, Place, Placement
+from onecopy.sharding.parameter import guard, unguard
+
+HIGH_PRECISION = (torch.float32, torch.float64)
+
+
+class FlatBuffer:
+    """Parameters that are gathered, reduced and stepped in one piece.
+
+    Attributes:
+        key: its number, the same on all ranks and unique in the process's engines; 0 is reserved for agreements.
+        parameters, names: in the order of `layout.ranges`.
+        dtype: the compute dtype, in which weights are gathered and used.
+        place: whether the compute weights are whole or sharded.
+        trainable: whether it has masters and receives gradients.
+        group_spans: (optimizer group, start, stop) in elements of the flat buffer, in order.
+        master: fp32 (or fp64) weights the optimizer updates: [n/N], or [n] where the optimizer's place is whole.
+    """
+
+    def __init__(
+        self,
+        key: int,
+        label: str,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        dtype: torch.dtype,
+        place: Place,
+        group_of: Sequence[int] | None,
+        communicator: Communicator,
+        placement: Placement,
+    ) -> None:
+        self.key = key
+        self.label = label
+        self.parameters = list(parameters)
+        self.names = list(names)
+        self.dtype = dtype
+        self.place = place
+        self.trainable = group_of is not None
+        self.communicator = communicator
+        self.layout = FlatLayout.pack(names, [tuple(p.shape) for p in parameters], communicator.world_size)
+        self.group_spans = _spans(self.layout, group_of) if group_of is not None else []
+        self.own = slice(*self.layout.shard_bounds(communicator.rank))
+        self.whole: torch.Tensor | None = None
+        self.shard: torch.Tensor | None = None
+        self.master: torch.Tensor | None = None
+        self.optimizer_whole = not placement.optimizer.sharded
+        self._refresh: PendingGather | None = None
+        self._whole_views: list[torch.Tensor] = []
+        self._take_weights()
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.names[:3]) + (", ..." if len(self.names) > 3 else "")
+        return f"FlatBuffer({self.label}: {names}; {self.layout.numel} elements of {self.dtype}, {self.place.value})"
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer in the compute dtype."""
+        return self.layout.numel * self.dtype.itemsize
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's view of a whole buffer [n]."""
+        return [flat[r.start : r.stop].view(r.shape) for r in self.layout.ranges]
+
+    def owned(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part [n/N] of a whole buffer [n]; the master of an optimizer kept whole is one too."""
+        return flat[self.own] if flat.numel() == self.layout.numel else flat
+
+    # ------------------------------------------------------------------------------------- taking the model's weights
+    def _take_weights(self) -> None:
+        """Copy the parameters as given into masters and compute weights, and let go of the originals."""
+        device = self.communicator.device
+        given = self.parameters[0].dtype
+        exact = given if not given.is_floating_point or given in HIGH_PRECISION else torch.float32
+        flat = torch.zeros(self.layout.numel, dtype=exact if self.trainable else given, device=device)
+        for parameter, view in zip(self.parameters, self.views(flat), strict=True):
+            view.copy_(parameter.data)
+            parameter.data = view  # frees the original now, not after the whole model has been copied
+        if self.place.sharded:
+            own = flat[self.own].clone()
+            if self.trainable:
+                self.master = own
+            else:
+                self.shard = own.to(self.dtype)
+            for parameter in self.parameters:
+                parameter.data = torch.empty(0, dtype=self.dtype, device=device)
+                guard(parameter)
+            return
+        self.whole = flat if flat.dtype == self.dtype else flat.to(self.dtype)
+        self._whole_views = self.views(self.whole)
+        self.bind_whole()
+        if self.trainable:
+            self.master = self._master_of(flat)
+
+    def _master_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The master inside the weights themselves where they are precise enough, else a copy of its own."""
+        part = flat if self.optimizer_whole else flat[self.own]
+        return part.detach() if flat is self.whole else part.clone()
+
+    # ------------------------------------------------------------------------------------------ weights for computing
+    def bind(self, views: Sequence[torch.Tensor]) -> None:
+        """Let the parameters be these views."""
+        for parameter, view in zip(self.parameters, views, strict=True):
+            unguard(parameter)
+            parameter.data = view
+
+    def bind_whole(self) -> None:
+        self.bind(self._whole_views)
+
+    def unbind(self, placeholder: torch.Tensor) -> None:
+        """Let the parameters be empty and guarded: a stale read would silently see another unit's weights."""
+        for parameter in self.parameters:
+            unguard(parameter)
+            parameter.data = placeholder
+            guard(parameter)
+
+    def fill_own(self, flat: torch.Tensor) -> None:
+        """Cast this rank's weights into its part of a whole buffer [n] of the compute dtype."""
+        source = self.shard if self.master is None else self.owned(self.master)
+        assert source is not None
+        target = flat[self.own]
+        if target.data_ptr() != source.data_ptr() or target.numel() == 0:
+            target.copy_(source)
+
+    # ----------------------------------------------------------------------------- whole weights after the master moved
+    def start_refresh(self) -> None:
+        """Start to bring `whole` up to the masters; `finish_refresh` is called before the parameters are used.
+
+        Collective when the optimizer's place is sharded; else every rank casts its own whole master.
+        """
+        if self.whole is None or self.master is None:
+            return
+        if self.optimizer_whole or self.communicator.world_size == 1:
+            if self.whole.data_ptr() != self.master.data_ptr():
+                self.whole.copy_(self.master)
+            return
+        self.finish_refresh()
+        self.fill_own(self.whole)
+        self._refresh = self.communicator.start_gather(self.whole, self.key, self.label)
+        for parameter in self.parameters:
+            guard(parameter)
+
+    def finish_refresh(self) -> None:
+        """Wait for a refresh in flight, if there is one. Not collective."""
+        if self._refresh is not None:
+            self._refresh.drain()
+            self._refresh = None
+            for parameter in self.parameters:
+                unguard(parameter)
+
+    @property
+    def refreshing(self) -> bool:
+        return self._refresh is not None
+
+
+def _spans(layout: FlatLayout, group_of: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Merge the neighbours of one optimizer group: (group, start, stop), paddings included, covering the whole buffer."""
+    spans: list[tuple[int, int, int]] = []
+    for parameter, group in zip(layout.ranges, group_of, strict=True):
+        if spans and spans[-1][0] == group:
+            spans[-1] = (group, spans[-1][1], parameter.aligned_stop)
+        else:
+            spans.append((group, parameter.start, parameter.aligned_stop))
+    if spans:
+        group, start, _ = spans[-1]
+        spans[-1] = (group, start, layout.numel)
+    return spans

@@ -1,0 +1,306 @@
+"""From autograd's gradients to this rank's fp32 sums: collect a flat buffer's, reduce it, keep the shard.
+
+Note "canonical order". Reductions leave in one order on all ranks (the reverse of the forward), each flat buffer once a
+round, whatever gradients this rank happens to have: a buffer that is ready early waits for its predecessors, and a
+parameter without a gradient counts as zero. So ranks that used different parameters still take part in the same calls.
+`tests/engine/test_unused.py` hangs if a rank may leave a buffer out.
+
+    gradient of a parameter -> copied once (with the cast) into a gradient slot [n] -> reduced -> added to `shard` [n/N]
+
+A window whose gradients stay whole (stages 0 and 1 with several micro-batches, `no_sync`) collects in an fp32 buffer of
+its own and is reduced once.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from onecopy.comm import Communicator, PendingReduce
+from onecopy.layout import Placement
+from onecopy.sharding.flat_buffer import FlatBuffer
+
+
+class GradientSlot:
+    """A buffer that one flat buffer's gradients borrow, with room for what the other ranks send."""
+
+    def __init__(self, nbytes: int, scratch_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+        self.busy = False
+        self._views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def region(self, flat: FlatBuffer, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The slot as this flat buffer's gradients [n] of the wire dtype, and the parameters' views; made once."""
+        found = self._views.get(flat.key)
+        if found is None:
+            whole = self.memory[: flat.numel * dtype.itemsize].view(dtype)
+            found = self._views[flat.key] = (whole, flat.views(whole))
+        return found
+
+    def scratch_for(self, flat: FlatBuffer, dtype: torch.dtype) -> torch.Tensor:
+        return self.scratch[: (flat.numel - flat.layout.shard_numel) * dtype.itemsize].view(dtype)
+
+
+@dataclass(eq=False, slots=True)
+class FlatGradient:
+    """The gradients of one flat buffer in the window under way.
+
+    Attributes:
+        wire_dtype: the dtype its gradients travel in.
+        pending: gradients [n] not yet reduced: a slot's region or the whole-gradient buffer; None when there are none.
+        written: which parameters' ranges of `pending` hold gradients.
+        arrived: which parameters have had a gradient in the backward under way.
+        passed: no further gradient is expected in the backward under way.
+        shard: the fp32 sums so far, [n/N] (or [n] where the optimizer's place is whole).
+        used: which parameters have had a gradient on this rank in this window.
+    """
+
+    flat: FlatBuffer
+    wire_dtype: torch.dtype
+    pending: torch.Tensor | None = None
+    pending_views: list[torch.Tensor] = field(default_factory=list)
+    slot: GradientSlot | None = None
+    whole: torch.Tensor | None = None
+    whole_views: list[torch.Tensor] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    arrived: list[bool] = field(default_factory=list)
+    missing: int = 0
+    passed: bool = False
+    shard: torch.Tensor | None = None
+    reduced: bool = False
+    used: list[bool] = field(default_factory=list)
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        count = len(self.flat.parameters)
+        self.written, self.arrived, self.used = [False] * count, [False] * count, [False] * count
+        position = 0
+        for parameter in self.flat.layout.ranges:
+            if position < parameter.start:
+                self.gaps.append((position, parameter.start))
+            position = parameter.stop
+        if position < self.flat.numel:
+            self.gaps.append((position, self.flat.numel))
+
+    def begin_backward(self) -> None:
+        self.arrived = [False] * len(self.arrived)
+        self.missing = len(self.arrived)
+        self.passed = False
+
+    @property
+    def complete(self) -> bool:
+        return self.missing == 0 or self.passed
+
+    def zero_the_rest(self) -> None:
+        """Zero what no gradient was written to: paddings, and parameters without one."""
+        assert self.pending is not None
+        for start, stop in self.gaps:
+            self.pending[start:stop].zero_()
+        for view, written in zip(self.pending_views, self.written, strict=True):
+            if not written:
+                view.zero_()
+
+
+class Gradients:
+    """All flat gradients of one engine, their slots, and the order in which they are reduced."""
+
+    def __init__(
+        self,
+        flats: Sequence[FlatBuffer],
+        communicator: Communicator,
+        placement: Placement,
+        wire_dtype: torch.dtype | None,
+        accumulate_dtype: torch.dtype,
+        overlap: bool,
+        wait_phase: Callable[[str], object],
+    ) -> None:
+        self.communicator = communicator
+        self.placement = placement
+        self.accumulate_dtype = accumulate_dtype
+        self.overlap = overlap
+        self.all = [FlatGradient(flat, wire_dtype or flat.dtype) for flat in flats]
+        self.of = {gradient.flat.key: gradient for gradient in self.all}
+        self.alone = communicator.world_size == 1
+        self.deferring = False
+        self.unreduced = False  # gradients were left whole since the last round
+        self.rounds = 0
+        self.anything_arrived = False
+        self._head = 0
+        self._in_flight: deque[tuple[FlatGradient, GradientSlot, PendingReduce]] = deque()
+        self._wait_phase = wait_phase
+        self._slots: list[GradientSlot] = []
+        if not self.alone:
+            self._slots = [self._new_slot() for _ in range(min(2, len(self.all)))]
+
+    def set_order(self, flats: Sequence[FlatBuffer]) -> None:
+        """Reduce in this order from the next round on; the same on all ranks."""
+        self.all = [self.of[flat.key] for flat in flats]
+
+    # ------------------------------------------------------------------------------------------------- one backward
+    def begin_backward(self, deferring: bool) -> None:
+        """A backward begins; with `deferring` its gradients stay whole on this rank."""
+        self.deferring = deferring
+        self.anything_arrived = False
+        self._head = 0
+        for gradient in self.all:
+            gradient.begin_backward()
+
+    def receive(self, gradient: FlatGradient, index: int, value: torch.Tensor) -> None:
+        """Take parameter `index`'s gradient of this backward: copied, or added to what is not reduced yet."""
+        if gradient.pending is None:
+            self._open(gradient)
+        view = gradient.pending_views[index]
+        if value.layout is not torch.strided:
+            value = value.to_dense()
+        if gradient.written[index]:
+            view.add_(value)
+        else:
+            view.copy_(value)
+            gradient.written[index] = True
+        gradient.used[index] = True
+        self.anything_arrived = True
+        if not gradient.arrived[index]:
+            gradient.arrived[index] = True
+            gradient.missing -= 1
+            if gradient.missing == 0:
+                self.advance()
+
+    def advance(self) -> None:
+        """Reduce every buffer that is complete and whose predecessors have left."""
+        while not self.deferring and self._head < len(self.all) and self.all[self._head].complete:
+            self._head += 1
+            self._launch(self.all[self._head - 1])
+
+    def end_backward(self) -> None:
+        """The backward is over: what is left leaves, and what came after its buffer had left goes in a second round."""
+        if self.deferring:
+            self.unreduced = True
+            return
+        left, self._head = self.all[self._head :], len(self.all)
+        for gradient in left:
+            self._launch(gradient)
+        for gradient in self.all:
+            if gradient.pending is not None and any(gradient.written) and not (self.alone and gradient.reduced):
+                self._launch(gradient)
+        self.rounds += 1
+        self.unreduced = False
+
+    # -------------------------------------------------------------------------------------------------------- the step
+    def settle(self) -> None:
+        """Finish all reductions of the window, so that every `shard` is its sum. Collective at a boundary."""
+        if self.unreduced or self.rounds == 0:
+            self.begin_backward(deferring=False)
+            self.end_backward()
+        while self._in_flight:
+            self._finish_oldest()
+        if not self.placement.optimizer.sharded and not self.alone:
+            with_shards = [(g, g.shard) for g in self.all if g.shard is not None]
+            gathers = [self.communicator.start_gather(shard, g.flat.key, g.flat.label) for g, shard in with_shards]
+            for gather in gathers:
+                gather.wait()
+                gather.drain()
+
+    def reset(self, keep_memory: bool) -> None:
+        """Forget the window's gradients; with `keep_memory` the shards' memory serves the next window."""
+        while self._in_flight:
+            self._finish_oldest()
+        for gradient in self.all:
+            if gradient.slot is not None:
+                gradient.slot.busy = False
+            gradient.slot, gradient.pending = None, None
+            gradient.reduced = False
+            gradient.written = [False] * len(gradient.written)
+            gradient.used = [False] * len(gradient.used)
+            if not keep_memory:
+                gradient.shard = gradient.whole = None
+                gradient.whole_views = []
+        self.rounds = 0
+        self.unreduced = False
+
+    def any_missing(self) -> bool:
+        """Whether this rank had no gradient for some parameter in this window."""
+        return any(not all(gradient.used) for gradient in self.all)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of gradient slots, shards and whole-gradient buffers now."""
+        slots = sum(slot.memory.nbytes + slot.scratch.nbytes for slot in self._slots)
+        return slots + sum(t.nbytes for g in self.all for t in (g.shard, g.whole) if t is not None)
+
+    # -------------------------------------------------------------------------------------------------------- internals
+    def _open(self, gradient: FlatGradient) -> None:
+        """Give the flat gradient a buffer to collect in."""
+        gradient.written = [False] * len(gradient.written)
+        if self.alone or self.deferring:
+            self._open_whole(gradient)
+        else:
+            gradient.slot = self._acquire()
+            gradient.pending, gradient.pending_views = gradient.slot.region(gradient.flat, gradient.wire_dtype)
+
+    def _open_whole(self, gradient: FlatGradient) -> None:
+        if self.alone:
+            if gradient.shard is None:
+                gradient.shard = self._new_sum(gradient)
+            gradient.whole = gradient.shard
+        elif gradient.whole is None:
+            gradient.whole = torch.empty(gradient.flat.numel, dtype=self._sum_dtype(gradient), device=self.communicator.device)
+        assert gradient.whole is not None
+        if not gradient.whole_views:
+            gradient.whole_views = gradient.flat.views(gradient.whole)
+        gradient.pending, gradient.pending_views = gradient.whole, gradient.whole_views
+
+    def _launch(self, gradient: FlatGradient) -> None:
+        if gradient.pending is None:
+            self._open(gradient)
+        gradient.zero_the_rest()
+        if self.alone:  # the buffer is the sum: it stays open for the window's further gradients
+            gradient.written = [True] * len(gradient.written)
+            gradient.reduced = True
+            return
+        slot = gradient.slot or self._acquire()
+        wire, _ = slot.region(gradient.flat, gradient.wire_dtype)
+        if gradient.slot is None:
+            assert gradient.pending is not None
+            wire.copy_(gradient.pending)
+        flat = gradient.flat
+        pending = self.communicator.start_reduce(wire, slot.scratch_for(flat, gradient.wire_dtype), flat.key, flat.label)
+        gradient.slot, gradient.pending = None, None
+        self._in_flight.append((gradient, slot, pending))
+        if not self.overlap:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        gradient, slot, pending = self._in_flight.popleft()
+        if gradient.shard is None:
+            gradient.shard = self._new_sum(gradient)
+        with self._wait_phase("reduce wait"):  # type: ignore[attr-defined]
+            pending.finish(gradient.flat.owned(gradient.shard), accumulate=gradient.reduced)
+        gradient.reduced = True
+        slot.busy = False
+
+    def _acquire(self) -> GradientSlot:
+        """A free slot; when all hold gradients on their way, the oldest one's arrival is awaited."""
+        while True:
+            for slot in self._slots:
+                if not slot.busy:
+                    slot.busy = True
+                    return slot
+            if self._in_flight:
+                self._finish_oldest()
+            else:  # more buffers are half filled at once than there are slots: parallel branches
+                self._slots.append(self._new_slot())
+
+    def _new_slot(self) -> GradientSlot:
+        largest = max(g.flat.numel * g.wire_dtype.itemsize for g in self.all)
+        world = self.communicator.world_size
+        return GradientSlot(largest, largest // world * (world - 1), self.communicator.device)
+
+    def _new_sum(self, gradient: FlatGradient) -> torch.Tensor:
+        flat = gradient.flat
+        numel = flat.numel if flat.optimizer_whole else flat.layout.shard_numel
+        return torch.empty(numel, dtype=self._sum_dtype(gradient), device=self.communicator.device)
+
+    def _sum_dtype(self, gradient: FlatGradient) -> torch.dtype:
+        return torch.float64 if gradient.flat.dtype == torch.float64 else self.accumulate_dtype

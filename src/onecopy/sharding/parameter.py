@@ -1,0 +1,82 @@
+"""A parameter whose weights are not here: it raises or fetches when touched, and never computes with garbage.
+
+While its weights are elsewhere (released, or being refreshed) a parameter's class is `GuardedParameter`, whose
+`__torch_function__` sees every operation on it first. With the weights in place it is a plain `nn.Parameter` again, so
+computing costs nothing.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from onecopy.sharding.runtime import Runtime
+    from onecopy.sharding.unit import Unit
+
+
+class ZeroParamStatus(Enum):
+    """Whether a sharded parameter's weights are on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ParameterHome:
+    """What a parameter knows of its place: set once as `parameter._onecopy`."""
+
+    __slots__ = ("index", "name", "runtime", "unit")
+
+    def __init__(self, name: str, runtime: "Runtime", unit: "Unit", index: int) -> None:
+        self.name = name
+        self.runtime = runtime
+        self.unit = unit
+        self.index = index
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParameterHome":
+        return self
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter that tells its runtime before any operation reads it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _METADATA:
+            for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+                if isinstance(value, GuardedParameter):
+                    home: ParameterHome = value._onecopy
+                    home.runtime.touched(home, func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def guard(parameter: nn.Parameter) -> None:
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = GuardedParameter
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    if type(parameter) is GuardedParameter:
+        parameter.__class__ = nn.Parameter
+
+
+_T = torch.Tensor
+# Questions about the tensor itself, which need no values; anything else is a read or a write of the weights.
+_METADATA = {
+    *(getattr(_T, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "ndim", "grad_fn", "is_sparse", "is_cuda",
+        "is_meta", "is_cpu", "is_quantized", "names", "itemsize", "_version", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "_backward_hooks",
+        "retains_grad", "output_nr", "is_complex", "is_sparse_csr",
+    ) if hasattr(getattr(_T, name, None), "__get__")),
+    *(getattr(_T, name).__set__ for name in ("requires_grad", "grad")),
+    *(getattr(_T, name) for name in (
+        "size", "numel", "dim", "element_size", "is_floating_point", "is_complex", "requires_grad_", "register_hook", "nelement",
+        "register_post_accumulate_grad_hook", "stride", "is_contiguous", "storage_offset", "__hash__", "get_device", "type",
+        "retain_grad", "is_set_to", "zero_grad",
+    ) if hasattr(_T, name)),
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+}  # fmt: skip

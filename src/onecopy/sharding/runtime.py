@@ -1,0 +1,424 @@
+"""The life of units in a step: hooks gather before use, reduce after it, and give slots up in between.
+
+        forward    pre-hook: gather, pin, start the next gather     post-hook: unpin, hook the outputs
+        backward   output hook: gather again, unpin later units     gradient hook: copy into a gradient slot
+        the end    a callback of autograd's engine: last reductions leave, everything is unpinned
+
+A slot is left only when another unit needs it, so a unit that still owns its slot needs no communication. Autograd runs
+nodes strictly from the latest created to the earliest (gradient accumulators at once), which is why the first hook of
+an earlier call says that all later calls have finished.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from onecopy.comm import Communicator
+from onecopy.errors import ModelError, ReleasedParameterError
+from onecopy.sharding.flat_buffer import FlatBuffer
+from onecopy.sharding.gradients import FlatGradient, Gradients
+from onecopy.sharding.order import Order
+from onecopy.sharding.outputs import hook_outputs, separate_from
+from onecopy.sharding.parameter import ParameterHome
+from onecopy.sharding.slots import Slot, SlotPool
+from onecopy.sharding.unit import Unit
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One forward of a unit (or of the model: `unit` None): what its backward needs back, and where.
+
+    Attributes:
+        sequence: calls are numbered in the order they began.
+        forward: the number of the model's forward it belongs to.
+        of_model: it is a forward of the whole model.
+        leases: the units it used and the slots they lay in; see the note in `slots.py`.
+    """
+
+    unit: Unit | None
+    sequence: int
+    forward: int
+    of_model: bool = False
+    leases: list[tuple[Unit, Slot]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far the configuration lets gathering run ahead and weights linger, in elements."""
+
+    prefetch_elements: int
+    reuse_elements: int
+    overlap: bool
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Runtime:
+    """Hooks of one engine's model.
+
+    Attributes:
+        forwards_seen: numbers of the model's forwards whose backward has run in this window.
+        micro_batches: backwards of the window that brought a new forward; several losses of one forward are one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        slots: SlotPool,
+        gradients: Gradients,
+        communicator: Communicator,
+        limits: Limits,
+        phase: Callable[[str], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        self.model = model
+        self.units = units
+        self.slots = slots
+        self.gradients = gradients
+        self.communicator = communicator
+        self.limits = limits
+        self.phase = phase or (lambda name: nullcontext())
+        self.order = Order([unit for unit in units if not unit.resident])
+        self.residents = [unit for unit in units if unit.resident]
+        self.total_elements = sum(unit.numel for unit in units)
+        self.defer: Callable[[], bool] = lambda: False  # whether this backward's gradients stay whole
+        self.scale_outputs: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+        self.on_backward_end: Callable[[], None] = lambda: None
+        self.forwards_seen: set[int] = set()
+        self.micro_batches = 0
+        self.forward_number = 0
+        self._sequence = 0
+        self._stack: list[Call] = []
+        self._task = -1
+        self._touched_forwards: set[int] = set()
+        self._current: list[tuple[Unit, Slot]] = []  # pinned by the backward of the call under way
+        self._held: list[tuple[Unit, Slot]] = []  # pinned from a forward at the root to the end of its backward
+        self._handles: list[Any] = []
+        self._attach()
+
+    # ------------------------------------------------------------------------------------------------------ attaching
+    def _attach(self) -> None:
+        by_module = {id(unit.module): unit for unit in self.units if unit.module is not None}
+        inside = {id(child) for unit in self.units if unit.module is not None for child in unit.module.modules()}
+        for module in self.model.modules():
+            unit = by_module.get(id(module))
+            if unit is not None:
+                self._hook(module, self._unit_before(unit), self._unit_after)
+            elif id(module) not in inside and type(module).forward is not nn.Module.forward:
+                self._hook(module, self._outer_before, self._outer_after)
+        for unit in self.units:
+            for flat in unit.buffers:
+                self._attach_parameters(unit, flat)
+
+    def _hook(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after))
+
+    def _attach_parameters(self, unit: Unit, flat: FlatBuffer) -> None:
+        gradient = self.gradients.of.get(flat.key)
+        for index, (parameter, name) in enumerate(zip(flat.parameters, flat.names, strict=True)):
+            parameter._onecopy = ParameterHome(name, self, unit, index)  # type: ignore[attr-defined]
+            if gradient is not None:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._receiver(gradient, index)))
+
+    def _receiver(self, gradient: FlatGradient, index: int) -> Callable[[torch.Tensor], None]:
+        def receive(parameter: torch.Tensor) -> None:
+            value, parameter.grad = parameter.grad, None
+            if value is not None:
+                self._enter_backward()
+                with torch.no_grad():
+                    self.gradients.receive(gradient, index, value)
+
+        return receive
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._handles)
+
+    def detach(self) -> None:
+        """Take every hook off. Not collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -------------------------------------------------------------------------------------------- forward, model's own
+    def _outer_before(self, module: nn.Module, args: Any) -> None:
+        if in_backward():
+            return
+        if module is self.model and self._stack:  # an exception left the last forward before its end
+            self.recover()
+        self._push(None).of_model = module is self.model
+
+    def _push(self, unit: Unit | None) -> Call:
+        if not self._stack:
+            self._begin_forward()
+        self._sequence += 1
+        call = Call(unit, self._sequence, self.forward_number)
+        self._stack.append(call)
+        return call
+
+    def _begin_forward(self) -> None:
+        if self._task != -1:
+            self.recover()
+        training = torch.is_grad_enabled()
+        self.order.begin("train" if training else "evaluate")
+        if training:
+            self.forward_number += 1
+        for unit in self.residents:
+            unit.finish_refresh()
+            if unit.sharded:
+                self._hold(unit)
+
+    def _hold(self, unit: Unit) -> None:
+        """Keep `unit` gathered until the backward of this forward is over (or this forward is, when there will be none)."""
+        if not any(held is unit for held, _ in self._held):
+            slot = self._ensure(unit)
+            slot.pins += 1
+            self._held.append((unit, slot))
+
+    def _outer_after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if in_backward():
+            return None
+        call = self._stack.pop()
+        return self._leave(call, output)
+
+    def _leave(self, call: Call, output: Any) -> Any:
+        """A forward is over: hook its outputs so that its backward finds its weights, and tidy up after the last one."""
+        output = separate_from(output, self.slots) if self.slots.slots else output
+        if torch.is_grad_enabled():
+            output = hook_outputs(output, lambda grad: self._before_backward(call, grad))
+            if call.unit is not None:
+                call.unit.outstanding.append(call.sequence)
+        if not self._stack and not torch.is_grad_enabled():
+            self._release_held()
+            self.release_all()
+        return output
+
+    # --------------------------------------------------------------------------------------------- forward, one unit's
+    def _unit_before(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
+        def before(module: nn.Module, args: Any) -> None:
+            if in_backward():  # activation checkpointing computes the block again
+                self._enter_backward()
+                self._use_in_backward([(unit, None)])
+                return
+            call = self._push(unit)
+            self.order.use(unit, backward=False)
+            unit.finish_refresh()
+            if unit.sharded:
+                slot = self._ensure(unit)
+                slot.pins += 1
+                call.leases.append((unit, slot))
+                self._prefetch()
+
+        return before
+
+    def _unit_after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if in_backward():
+            return None
+        call = self._stack.pop()
+        for _, slot in call.leases:
+            slot.pins -= 1
+        assert call.unit is not None
+        if self.limits.reuse_elements < self.total_elements and call.unit.slot is not None and call.unit.slot.pins == 0:
+            distance = self.order.distance_to_next_use(call.unit)
+            if distance is None or distance > self.limits.reuse_elements:
+                call.unit.release()
+        return self._leave(call, output)
+
+    # ------------------------------------------------------------------------------------------------ slots and gathers
+    def _ensure(self, unit: Unit, slot: Slot | None = None) -> Slot:
+        """Let `unit`'s parameters be its weights, in `slot` if one is named; gathers unless they are there already."""
+        target = slot or unit.slot or self.slots.choose(unit)
+        if target.owner is not unit:
+            self._gather(unit, target)
+        if unit.slot is not target:
+            unit.slot = target
+        with self.phase("gather wait"):
+            unit.bind()
+        return target
+
+    def _gather(self, unit: Unit, slot: Slot) -> None:
+        if slot.owner is not None:
+            slot.owner.release()
+        if unit.slot is not None:
+            unit.slot.owner = None
+        unit.gather_into(slot)
+
+    def _prefetch(self) -> None:
+        """Start the gathers that come next in the recorded order, as far as slots and the configured bound allow."""
+        if not self.limits.overlap:
+            return
+        elements = self.limits.prefetch_elements
+        needed: set[Unit] = set()
+        for unit, backward in self.order.upcoming():
+            if not unit.sharded or (backward and not unit.needs_weights_in_backward):
+                continue
+            if unit.slot is None:
+                elements -= unit.numel
+                slot = unit.home
+                if elements < 0 or slot is None or slot.pins or slot.owner in needed:
+                    return
+                self._gather(unit, slot)
+            needed.add(unit)
+            if len(needed) >= len(self.slots.slots):
+                return
+
+    def touched(self, home: ParameterHome, func: Callable[..., Any]) -> None:
+        """Something is about to read a parameter whose weights are not in place.
+
+        Raises:
+            ReleasedParameterError: it is sharded, and no forward or backward of the model is under way.
+        """
+        unit = home.unit
+        unit.finish_refresh()
+        if not unit.sharded or not any(home.name in flat.names for flat in unit.sharded):
+            return
+        if in_backward():
+            self._use_in_backward([*self._current, (unit, None)])
+        elif self._stack:
+            slot = self._ensure(unit)
+            slot.pins += 1
+            if self._stack[-1].unit is None:
+                self._held.append((unit, slot))
+            else:
+                self._stack[-1].leases.append((unit, slot))
+        else:
+            raise ReleasedParameterError(self._released_message(home, func))
+
+    def _released_message(self, home: ParameterHome, func: Callable[..., Any]) -> str:
+        name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
+        return (
+            f"parameter '{home.name}' is sharded over {self.communicator.world_size} ranks and `{name}` read it outside any forward of the model; "
+            "wrap the code in `with onecopy.zero.GatheredParameters([parameter]):` on every rank, or read one parameter "
+            "with `onecopy.utils.safe_get_full_fp32_param(parameter)` (both are collective)"
+        )
+
+    def _double_backward_message(self) -> str:
+        return (
+            "backward with create_graph=True differentiates through weights twice, and sharded weights that share a slot are "
+            f'gone by then; give every unit a slot with the configuration "onecopy": {{"slots": {len(self.units)}}}, '
+            "or use zero_optimization.stage 2"
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- backward
+    def _enter_backward(self) -> None:
+        """The first hook of a backward prepares the gradients and asks autograd to call us at its end."""
+        if self._task != -1:
+            return
+        self._task = torch._C._current_graph_task_id()
+        self._touched_forwards = set()
+        self.gradients.begin_backward(deferring=self.defer())
+        Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _before_backward(self, call: Call, grad: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of a call's output has arrived: all calls that began later have finished their backward."""
+        if not in_backward():
+            return None
+        self._enter_backward()
+        self._touched_forwards.add(call.forward)
+        unit = call.unit
+        if unit is not None and call.sequence in unit.outstanding:
+            unit.outstanding.remove(call.sequence)
+            self._pass_units_after(call)
+        if call.leases or (unit is not None and unit.whole):
+            if unit is not None:
+                self.order.use(unit, backward=True)
+            self._use_in_backward([(used, slot) for used, slot in call.leases])
+        return self.scale_outputs(grad) if call.of_model and self.scale_outputs is not None else None
+
+    def _use_in_backward(self, leases: Iterable[tuple[Unit, Slot | None]]) -> None:
+        """Pin what the call under way needs and unpin what the calls after it needed."""
+        wanted = list(leases)
+        if torch.is_grad_enabled() and any(unit.sharded and self.slots.shared(unit) for unit, _ in wanted):
+            raise ModelError(self._double_backward_message())
+        if wanted and all(any(unit is pinned for pinned, _ in self._current) for unit, _ in wanted):
+            return
+        for _, slot in self._current:
+            slot.pins -= 1
+        self._current = []
+        for unit, slot in wanted:
+            unit.finish_refresh()
+            if not unit.sharded:
+                continue
+            if not unit.needs_weights_in_backward and unit.slot is None and slot is not None:
+                unit.bind_shapes()
+                continue
+            held = self._ensure(unit, slot)
+            held.pins += 1
+            self._current.append((unit, held))
+        self._prefetch()
+
+    def _pass_units_after(self, call: Call) -> None:
+        """Buffers of units with no earlier call outstanding get no further gradient in this backward."""
+        for unit in self.units:
+            if unit is call.unit or unit.resident or any(sequence < call.sequence for sequence in unit.outstanding):
+                continue
+            for flat in unit.buffers:
+                gradient = self.gradients.of.get(flat.key)
+                if gradient is not None:
+                    gradient.passed = True
+        self.gradients.advance()
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        if self._task == -1:
+            return
+        if self.gradients.anything_arrived:  # `autograd.grad` with respect to inputs brings none
+            self.gradients.end_backward()
+            if not self._touched_forwards or not self._touched_forwards <= self.forwards_seen:
+                self.micro_batches += 1
+            self.forwards_seen |= self._touched_forwards
+        self._task = -1
+        self._unpin()
+        self.on_backward_end()
+
+    # ----------------------------------------------------------------------------------------------------------- tidying
+    def _unpin(self) -> None:
+        for _, slot in self._current:
+            slot.pins -= 1
+        self._current = []
+        for unit in self.units:
+            if unit.slot is None and unit.sharded:
+                unit.release()
+        if not self._stack:  # else a forward takes derivatives of its own and goes on
+            self._release_held()
+
+    def _release_held(self) -> None:
+        for _, slot in self._held:
+            slot.pins -= 1
+        self._held = []
+
+    def release_all(self) -> None:
+        """Release every unit nobody uses now. Not collective."""
+        for unit in self.units:
+            if unit.slot is not None and unit.slot.pins == 0:
+                unit.release()
+
+    def recover(self) -> None:
+        """Forget a forward or backward that an exception ended: nothing is in use any more."""
+        if self._task != -1:  # part of a backward's gradients are summed already: the window cannot be saved
+            self.gradients.reset(keep_memory=False)
+            self.micro_batches = 0
+        self._stack.clear()
+        self._current = []
+        self._held = []
+        self._task = -1
+        for slot in self.slots.slots:
+            slot.pins = 0
+        for unit in self.units:
+            unit.outstanding.clear()
+        self.order.close()
+
+    def begin_window(self) -> None:
+        """The step is done: nothing gathered is current, and a new window is counted."""
+        self.recover()
+        self.release_all()
+        self.forwards_seen.clear()
+        self.micro_batches = 0
