@@ -28,6 +28,7 @@ def run_ranks(module: str, arguments: list[str], ranks: int) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
+        run_id=f"onecopy-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
