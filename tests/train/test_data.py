@@ -20,6 +20,7 @@ from onecopy.train.data import (
     prepare,
     read_text,
     sequences,
+    sequences_in_a_pass,
     shakespeare_files,
     vocabulary_from,
 )
@@ -82,7 +83,7 @@ def test_byte_pairs_come_back(tmp_path: Path) -> None:
         ("latin1.txt", "character", 8, r"latin1.txt is not UTF-8 text \(byte 1\)"),
         ("text.txt", "words", 8, "--vocabulary words is not known"),
         ("text.txt", "bpe:10", 8, "the size must be 256 to 65536"),
-        ("text.txt", "character", 5000, "tokens, too few for a sequence of 5000"),
+        ("text.txt", "character", 5000, "tokens, too few for two sequences of 5000"),
         ("nothing.txt", "character", 8, "the train part of the text has 0 tokens"),
     ],
 )
@@ -130,6 +131,18 @@ def test_every_world_size_sees_the_same_global_batch(micro_batch: int, windows: 
     dealt = [Draw(8, micro_batch, windows, rank, world, seed=7).starts(tokens, step) for rank in range(world)]
     assert sorted(np.concatenate(dealt, axis=None)) == sorted(alone.reshape(-1))
     assert alone.max() + 8 < 1000
+
+
+@pytest.mark.parametrize("length", [16, 17, 100, 131])
+def test_a_pass_draws_every_sequence_once_and_stays_inside(length: int) -> None:
+    tokens = np.arange(length, dtype=np.uint16)
+    a_pass = sequences_in_a_pass(tokens, 8)
+    for number in range(3):
+        draw = Draw(8, a_pass, 1, rank=0, world_size=1, seed=3)
+        starts = np.sort(draw.starts(tokens, number).reshape(-1))
+        assert len(starts) == a_pass >= 1 and set(np.diff(starts)) <= {8}
+        assert 0 <= starts[0] < 8 and starts[-1] + 8 < length
+        sequences(tokens, starts, 8)
 
 
 def test_steps_and_seeds_draw_differently() -> None:

@@ -7,6 +7,7 @@ dealt to the ranks: one rank and many see the same global batch, and a resumed r
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -218,16 +219,16 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path, context: int) -> Corpus:
-        """Map a prepared folder into memory. Raises DataError when a part is too short for a sequence of `context`."""
+        """Map a prepared folder into memory. Raises DataError when a part is shorter than two sequences."""
         parts = {}
         for name in ("train", "validation"):
             parts[name] = (
                 np.fromfile(folder / f"{name}.bin", dtype="<u2") if _empty(folder, name) else _mapped(folder, name)
             )
-            if len(parts[name]) < context + 1:
+            if len(parts[name]) < 2 * context:
                 raise DataError(
-                    f"the {name} part of the text has {len(parts[name])} tokens, too few for a sequence of {context} "
-                    "and its target; use more text or a smaller --context"
+                    f"the {name} part of the text has {len(parts[name])} tokens, "
+                    f"too few for two sequences of {context}; use more text or a smaller --context"
                 )
         vocabulary = vocabulary_from(json.loads((folder / "vocabulary.json").read_text()))
         return cls(vocabulary, parts["train"], parts["validation"])
@@ -253,7 +254,10 @@ def sequences(tokens: np.ndarray, starts: np.ndarray, context: int) -> tuple[Ten
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How a step's global batch is drawn from the training tokens and dealt to ranks and micro-batches."""
+    """How a step's global batch is drawn from the training tokens and dealt to ranks and micro-batches.
+
+    The text is gone through in passes: no sequence returns before all others were drawn.
+    """
 
     context: int
     micro_batch: int
@@ -265,12 +269,27 @@ class Draw:
     def starts(self, tokens: np.ndarray, step: int) -> np.ndarray:
         """Where this rank's sequences of a step begin [micro_batches, micro_batch]."""
         size = self.micro_batches * self.world_size * self.micro_batch
-        drawn = np.random.default_rng((self.seed, step)).integers(len(tokens) - self.context, size=size)
-        return drawn.reshape(self.micro_batches, self.world_size, self.micro_batch)[:, self.rank]  # type: ignore[no-any-return]
+        places = np.arange(step * size, (step + 1) * size)
+        a_pass = sequences_in_a_pass(tokens, self.context)
+        drawn = np.array([_order(self.seed, at // a_pass, a_pass, self.context)[at % a_pass] for at in places])
+        dealt: np.ndarray = drawn.reshape(self.micro_batches, self.world_size, self.micro_batch)[:, self.rank]
+        return dealt
 
     def window(self, tokens: np.ndarray, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of a step: inputs and targets [micro_batch, context] each."""
         return [sequences(tokens, starts, self.context) for starts in self.starts(tokens, step)]
+
+
+def sequences_in_a_pass(tokens: np.ndarray, context: int) -> int:
+    """How many sequences are drawn before any returns: those that lie side by side, wherever the first begins."""
+    return (len(tokens) - context) // context
+
+
+@functools.lru_cache(maxsize=4)
+def _order(seed: int, number: int, length: int, context: int) -> np.ndarray:
+    """Where the sequences of one pass over the text begin [length], shuffled; each pass is cut at another offset."""
+    generator = np.random.default_rng((seed, number))
+    return generator.integers(context) + context * generator.permutation(length)
 
 
 def evaluation_starts(tokens: np.ndarray, context: int, most: int | None) -> np.ndarray:
