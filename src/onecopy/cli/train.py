@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise OneCopyError(f"--nproc is {arguments.nproc}; it must be at least 1")
     if arguments.nproc > 1 and not launch.under_launcher():
         load(settings_from(arguments).config, arguments.nproc)  # a mistake is told once, before ranks start
-        return launch.run_ranks("onecopy", sys.argv[1:], arguments.nproc)
+        return launch.run_ranks(["-m", "onecopy", *sys.argv[1:]], arguments.nproc)
 
     import torch.distributed as dist
 

@@ -14,8 +14,8 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run_ranks(module: str, arguments: list[str], ranks: int) -> int:
-    """Run `python -m module arguments` on `ranks` local processes; the exit code is the first failing rank's, else 0.
+def run_ranks(command: list[str], ranks: int) -> int:
+    """Run `python command` on `ranks` local processes; the exit code is the first failing rank's, else 0.
 
     When one rank fails the others are ended. Each rank gets an equal share of the CPUs as threads, unless
     OMP_NUM_THREADS is set.
@@ -36,7 +36,7 @@ def run_ranks(module: str, arguments: list[str], ranks: int) -> int:
         monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", module, *arguments)
+        elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"rank {rank} failed with exit code {failure.exitcode}; its message is above", file=sys.stderr)
