@@ -1,0 +1,101 @@
+"""The trainer on real ranks: one curve for every stage and world size, and a command line that ends as promised."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from onecopy.train.loop import Result, train
+from onecopy.train.settings import Settings
+from tests.worlds import World
+
+GetWorld = Callable[[int], World]
+TEXT = "".join(f"{number} and {number + 1} make {2 * number + 1}.\n" for number in range(400))
+
+
+def settings_for(folder: Path, stage: int = 3) -> Settings:
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text(TEXT)
+    settings = Settings(
+        run=str(folder / "run"), data=str(text), context=16, layers=2, heads=2, width=32, steps=8,
+        log_every=1, evaluate_every=4, evaluation_sequences=20, sample=10, prompt="1",
+    )  # fmt: skip
+    settings.config["zero_optimization"]["stage"] = stage
+    settings.config["scheduler"]["params"].update(total_num_steps=8, warmup_num_steps=2)
+    return settings
+
+
+def run_once(settings: Settings) -> Result:
+    return train(settings)
+
+
+def curve(folder: Path) -> list[float]:
+    lines = (folder / "run" / "curve.csv").read_text().splitlines()
+    assert lines[0] == "step,kind,loss,learning_rate"
+    return [float(line.split(",")[2]) for line in lines[1:]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, world: GetWorld) -> tuple[list[float], Result]:
+    folder = tmp_path_factory.mktemp("alone")
+    (result,) = world(1).run(run_once, settings_for(folder, stage=0))
+    return curve(folder), result
+
+
+@pytest.mark.parametrize(("stage", "size"), [(3, 1), (0, 2), (1, 2), (2, 2), (3, 2), (3, 3)])
+def test_stages_and_world_sizes_give_one_curve(
+    tmp_path: Path, world: GetWorld, alone: tuple[list[float], Result], stage: int, size: int
+) -> None:
+    results = world(size).run(run_once, settings_for(tmp_path, stage))
+    expected, result_alone = alone
+    assert curve(tmp_path) == pytest.approx(expected, rel=1e-4)
+    assert len(expected) == 8 + 2  # every step, and two evaluations
+    assert len({(result.training_loss, result.validation_loss, result.sample) for result in results}) == 1
+    assert results[0].validation_loss == pytest.approx(result_alone.validation_loss, rel=1e-4)
+    assert results[0].sample.startswith("1") and len(results[0].sample) == 11
+
+
+def onecopy_command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    source = str(Path(__file__).parents[2] / "src")
+    environment["PYTHONPATH"] = os.pathsep.join([source, environment.get("PYTHONPATH", "")])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "onecopy", *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+SMALL = ["--context", "16", "--layers", "2", "--heads", "2", "--width", "32", "--steps", "4", "--sample", "5"]
+
+
+def test_the_command_starts_ranks_and_ends_with_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    done = onecopy_command("train", "--nproc", "2", "--data", "text.txt", *SMALL, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "ZeRO stage 3 on 2 ranks, 12 sequences",
+        "validation loss",
+        "moments",
+        "sent a step",
+        "generated text",
+    ):
+        assert part in done.stdout
+    assert (tmp_path / "runs" / "train" / "settings.json").exists()
+
+
+def test_a_wrong_configuration_is_told_once_before_ranks_start(tmp_path: Path) -> None:
+    done = onecopy_command("train", "--nproc", "2", "--set", "zero_optimization.stagee=3", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("zero_optimization.stagee") == 1 and "Traceback" not in done.stderr
+
+
+def test_an_error_on_every_rank_is_told_once(tmp_path: Path) -> None:
+    done = onecopy_command("train", "--nproc", "2", "--data", "absent.txt", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("absent.txt does not exist") == 1 and "Traceback" not in done.stderr
