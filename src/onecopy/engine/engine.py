@@ -14,6 +14,7 @@ from onecopy.engine.accumulation import AccumulationWindow
 from onecopy.engine.agreement import agree_on_model, hash_of
 from onecopy.engine.attributes import mark_parameters
 from onecopy.engine.getters import ConfigGetters
+from onecopy.engine.persistence import Persistence
 from onecopy.engine.reporting import Reporter
 from onecopy.errors import ModelError
 from onecopy.layout import placement_for_stage
@@ -28,7 +29,7 @@ from onecopy.optim.wrapper import ShardedOptimizer
 from onecopy.sharding import FlatBuffer, Gradients, Limits, Runtime
 
 
-class Engine(nn.Module, ConfigGetters):
+class Engine(nn.Module, ConfigGetters, Persistence):
     """A model whose training state is sharded over the ranks of a communicator.
 
     `engine(batch)`, `engine.backward(loss)` and `engine.step()` are collective: every rank calls them in the same order.

@@ -1,0 +1,94 @@
+"""The engine's methods that touch the disk; `onecopy.checkpoint` does the work and is imported when one is called."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from onecopy.checkpoint.load import Loader
+    from onecopy.checkpoint.save import Saver
+    from onecopy.engine.engine import Engine
+
+Folder = str | os.PathLike[str]
+
+
+class Persistence:
+    """Saves and loads the training state; mixed into the engine. Every method is collective unless it says otherwise."""
+
+    _saver: Saver | None = None
+    _loader: Loader | None = None
+
+    def save_checkpoint(
+        self,
+        save_dir: Folder,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the whole training state into the folder `save_dir/tag`; any stage and world size can load it.
+
+        A checkpoint is there completely or not at all. With `checkpoint.async` the call returns when the shards are
+        copied. In the middle of a window the gradients so far are not part of it.
+
+        Args:
+            tag: name of the checkpoint; default "global_step" and the number of steps.
+            client_state: a dictionary of plain data and tensors that `load_checkpoint` returns.
+            save_latest: let the file `latest` name it.
+            exclude_frozen_parameters: leave out what is not trained; such a checkpoint loads with `load_module_strict=False`.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: on every rank, when it could not be saved, or when a rank did not call; says which and why.
+        """
+        return self._checkpoint_saver().save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: Folder,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint, whatever stage, world size and precision it was saved at.
+
+        Args:
+            tag: which one; default what `latest` names, or the newest complete one where that is damaged; "latest" is
+                the same but raises where there is none.
+            load_module_strict: False loads the weights that both the model and the checkpoint have.
+            load_optimizer_states: False loads weights, counters and schedule only.
+            load_module_only: weights only; counters stay as they are.
+            custom_load_fn: called as `fn(src=state_dict, dst=module)` in place of loading the weights, with whole weights.
+
+        Returns:
+            (path of the checkpoint, the saved `client_state`); (None, None) when no tag was given and there is none.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is damaged, or it does not fit the model; the engine is unchanged.
+        """
+        from onecopy.checkpoint.load import Loader, Wanted
+
+        self.wait_for_checkpoint()
+        if self._loader is None:
+            self._loader = Loader(cast("Engine", self))
+        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+        return self._loader.load(load_dir, tag, wanted)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when an asynchronous save is complete; raise what it failed with. Not collective."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _checkpoint_saver(self) -> Saver:
+        from onecopy.checkpoint.save import Saver
+
+        if self._saver is None:
+            self._saver = Saver(cast("Engine", self))
+        return self._saver
