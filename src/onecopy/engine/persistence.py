@@ -78,7 +78,9 @@ class Persistence:
         self.wait_for_checkpoint()
         if self._loader is None:
             self._loader = Loader(cast("Engine", self))
-        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+        wanted = Wanted(
+            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+        )
         return self._loader.load(load_dir, tag, wanted)
 
     def wait_for_checkpoint(self) -> None:

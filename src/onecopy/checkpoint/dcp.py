@@ -1,0 +1,61 @@
+"""The `.metadata` file of torch's distributed checkpoint, so that its readers (and FSDP2, torchtitan) read ours as theirs."""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from onecopy.checkpoint.container import frame
+from onecopy.checkpoint.manifest import Chunk, ModelEntry, TensorEntry
+from onecopy.layout import boxes
+
+NAME = ".metadata"
+
+
+def metadata_bytes(tensors: dict[str, TensorEntry], model: dict[str, ModelEntry]) -> bytes:
+    """The pickled metadata. Tied weights are listed under every name; their data is there once."""
+    shared = {f"model.{name}": [f"model.{alias}" for alias in entry.aliases] for name, entry in model.items()}
+    described, stored, paths = {}, {}, {}
+    for key, entry in tensors.items():
+        for name in (key, *shared.get(key, ())):
+            described[name] = TensorStorageMetadata(
+                TensorProperties(dtype=entry.dtype),
+                torch.Size(entry.shape),
+                [
+                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                    for _, offsets, sizes in map(_box(entry), entry.chunks)
+                ],
+            )
+            paths[name] = _path(name)
+            for chunk, offsets, sizes in map(_box(entry), entry.chunks):
+                head, tail = frame(entry.dtype, sizes, chunk.crc32)
+                length = len(head) + chunk.numel * entry.dtype.itemsize + len(tail)
+                stored[MetadataIndex(name, torch.Size(offsets))] = _StorageInfo(
+                    chunk.file, chunk.position - len(head), length
+                )
+    return pickle.dumps(Metadata(described, planner_data=paths, storage_data=stored, version=CURRENT_DCP_VERSION))
+
+
+def _path(key: str) -> tuple[str, ...]:
+    """Where a key stands in the nested dictionary that people who use DCP load into."""
+    if key.startswith("model."):
+        return ("model", key.removeprefix("model."))
+    name, _, state = key.removeprefix("optimizer.state.").rpartition(".")
+    return ("optimizer", "state", name, state)
+
+
+def _box(entry: TensorEntry):  # type: ignore[no-untyped-def]
+    def of(chunk: Chunk) -> tuple[Chunk, tuple[int, ...], tuple[int, ...]]:
+        (box,) = boxes(entry.shape, chunk.start, chunk.start + chunk.numel)
+        return chunk, box.offsets, box.sizes
+
+    return of

@@ -1,0 +1,130 @@
+"""Lay saved optimizer state into the live optimizer: by parameter name, each rank reading the ranges of its own runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onecopy.checkpoint.pieces import flat_buffers, names_by_group
+from onecopy.checkpoint.reader import RangeReader
+from onecopy.errors import CheckpointError
+from onecopy.observe.log import warn
+
+if TYPE_CHECKING:
+    from onecopy.engine import Engine
+    from onecopy.optim.masters import Run
+
+_OF_THIS_MACHINE = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
+"""Options that say how a step is computed here, not what it computes."""
+
+
+def group_problems(engine: Engine, saved: list[dict[str, Any]]) -> list[str]:
+    """Why the saved groups' options cannot be given to the live groups: one sentence each. Not collective."""
+    found = []
+    home = {name: index for index, group in enumerate(saved) for name in group["names"]}
+    for index, names in names_by_group(engine).items():
+        origins = sorted({home[name] for name in names if name in home})
+        options = [_comparable(saved[origin]["options"]) for origin in origins]
+        if len({repr(option) for option in options}) > 1:
+            some = [next(name for name in names if home.get(name) == origin) for origin in origins]
+            found.append(
+                f"group {index} of the optimizer holds parameters of groups {origins} of the checkpoint ({', '.join(some)}), "
+                f"whose options differ ({_difference(options)})"
+            )
+    return found
+
+
+def _comparable(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: (v.item() if isinstance(v, torch.Tensor) else v)
+        for k, v in sorted(options.items())
+        if k not in _OF_THIS_MACHINE
+    }
+
+
+def _difference(options: list[dict[str, Any]]) -> str:
+    first, other = options[0], next(option for option in options[1:] if option != options[0])
+    return ", ".join(
+        f"{k}: {first.get(k)} and {other.get(k)}" for k in sorted({*first, *other}) if first.get(k) != other.get(k)
+    )
+
+
+def restore_groups(engine: Engine, saved: list[dict[str, Any]]) -> None:
+    """Give each live group the options of the saved group its parameters were in; the dictionaries stay the same objects."""
+    assert engine.basic_optimizer is not None
+    home = {name: index for index, group in enumerate(saved) for name in group["names"]}
+    names = names_by_group(engine)
+    for index, group in enumerate(engine.basic_optimizer.param_groups):
+        origin = next((home[name] for name in names.get(index, []) if name in home), index)
+        if origin >= len(saved):
+            continue
+        for key, value in saved[origin]["options"].items():
+            if key in _OF_THIS_MACHINE:
+                continue
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(float(value))
+            else:
+                group[key] = value.item() if isinstance(value, torch.Tensor) and key == "lr" else value
+
+
+def restore_states(engine: Engine, reader: RangeReader) -> None:
+    """Replace all optimizer state by the checkpoint's. A parameter without state in it starts without."""
+    optimizer = engine.basic_optimizer
+    assert optimizer is not None
+    keys = reader.manifest.state_keys()
+    if not keys and reader.manifest.global_steps:
+        warn("the checkpoint holds no optimizer state; the optimizer starts anew")
+    numbers = {name: _numbers(reader, states) for name, states in keys.items()}
+    optimizer.state.clear()
+    for flat in flat_buffers(engine):
+        if flat.trainable and len({repr(sorted(numbers.get(name, {}).items())) for name in flat.names}) > 1:
+            engine.masters._separate(set(flat.names))
+    for run in engine.masters.runs:
+        state = _state_of(run, keys, numbers, reader)
+        if state:
+            optimizer.state[run.master] = state
+
+
+def _numbers(reader: RangeReader, states: dict[str, str]) -> dict[str, Any]:
+    """A parameter's states that are one number: tensors as (dtype, value), others as they are."""
+    found: dict[str, Any] = {}
+    for state, key in states.items():
+        if key in reader.manifest.values:
+            found[state] = reader.manifest.values[key]
+        elif state in reader.manifest.numbers:
+            value = reader.whole(key)
+            found[state] = (str(value.dtype), value.item())
+    return found
+
+
+def _state_of(
+    run: Run, keys: dict[str, dict[str, str]], numbers: dict[str, dict[str, Any]], reader: RangeReader
+) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for place in run.flat.layout.ranges:
+        part = place.overlap(run.start, run.stop)
+        if part is None or place.name not in keys:
+            continue
+        low, high = part
+        for name, key in keys[place.name].items():
+            if name in numbers[place.name]:
+                state[name] = _number(numbers[place.name][name], reader, key, run)
+                continue
+            if reader.entry(key).shape != place.shape:
+                raise CheckpointError(
+                    f"'{key}' has shape {list(reader.entry(key).shape)} and the parameter {list(place.shape)}"
+                )
+            if name not in state:
+                state[name] = torch.zeros_like(run.master.detach())
+            offset = place.start + low - run.start
+            reader.read(key, low, state[name][offset : offset + high - low])
+    return state
+
+
+def _number(saved: Any, reader: RangeReader, key: str, run: Run) -> Any:
+    if key in reader.manifest.values:
+        return saved
+    value = reader.whole(key)
+    fused_on_device = run.master.device.type != "cpu"
+    return value.to(run.master.device) if fused_on_device else value

@@ -1,0 +1,191 @@
+"""A rank's pieces of the training state: each a flat range of a named tensor, all of it and nothing twice over the ranks.
+
+Every stage gives the same pieces: a parameter's range belongs to the rank whose shard holds it, also where a stage keeps
+the whole on every rank. Tensors that every rank holds whole (frozen weights at stages 0-2, buffers) are dealt out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from onecopy.checkpoint.manifest import ModelEntry
+from onecopy.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from onecopy.engine import Engine
+    from onecopy.optim.masters import Run
+    from onecopy.sharding import FlatBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements `[start, start + data.numel())` of the tensor `key` of `shape`; `data` is flat and contiguous."""
+
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    data: torch.Tensor
+
+
+def flat_buffers(engine: Engine) -> list[FlatBuffer]:
+    """All flat buffers of the engine, trained or not, by key: the same order on every rank and in every window."""
+    return sorted((flat for unit in engine.units for flat in unit.buffers), key=lambda flat: flat.key)
+
+
+def plain_tensors(engine: Engine) -> dict[str, torch.Tensor]:
+    """Parameters outside flat buffers, and persistent buffers: whole on every rank, by their first name."""
+    sharded = {name for flat in flat_buffers(engine) for name in flat.names}
+    found: dict[str, torch.Tensor] = {n: p for n, p in engine.module.named_parameters() if n not in sharded}
+    seen: set[int] = set()
+    for name, buffer in persistent_buffers(engine.module):
+        if id(buffer) not in seen:
+            seen.add(id(buffer))
+            found[name] = buffer
+    return found
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that `state_dict` holds, under every name they have."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for local, buffer in module._buffers.items():
+            if buffer is not None and local not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{local}" if prefix else local), buffer
+
+
+def model_entries(engine: Engine) -> dict[str, ModelEntry]:
+    """The model's parameters and persistent buffers in the model's order, each under its first name. Not collective."""
+    entries: dict[str, ModelEntry] = {}
+    first: dict[int, str] = {}
+    places = {
+        name: (flat, place) for flat in flat_buffers(engine) for name, place in zip(flat.names, flat.layout.ranges)
+    }
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            entries[known].aliases.append(name)
+        elif name in places:
+            flat, place = places[name]
+            entries[name] = ModelEntry("trained" if flat.trainable else "frozen", _name(flat.dtype), place.shape)
+        else:
+            entries[name] = ModelEntry("frozen", _name(parameter.dtype), tuple(parameter.shape))
+    for name, buffer in persistent_buffers(engine.module):
+        known = first.setdefault(id(buffer), name)
+        if known != name:
+            entries[known].aliases.append(name)
+        else:
+            entries[name] = ModelEntry("buffer", _name(buffer.dtype), tuple(buffer.shape))
+    return entries
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def model_pieces(engine: Engine, masters: bool = True) -> Iterator[Piece]:
+    """This rank's pieces of weights and buffers: masters where there are any, the weights themselves elsewhere."""
+    for flat in flat_buffers(engine):
+        source = flat.master if flat.master is not None else flat.shard
+        assert source is not None
+        own = flat.owned(source.detach())
+        for place, low, high in flat.layout.in_shard(engine.communicator.rank):
+            local = place.start + low - flat.own.start
+            yield Piece(f"model.{place.name}", place.shape, low, own[local : local + high - low])
+    tensors = plain_tensors(engine)
+    for name in dealt_to(
+        engine.communicator.rank, engine.communicator.world_size, {n: t.nbytes for n, t in tensors.items()}
+    ):
+        yield Piece(f"model.{name}", tuple(tensors[name].shape), 0, tensors[name].detach().contiguous().reshape(-1))
+
+
+def dealt_to(rank: int, world_size: int, sizes: dict[str, int]) -> list[str]:
+    """Which of the names `rank` takes care of, so that bytes are even over the ranks; the same deal on every rank."""
+    load = [0] * world_size
+    mine = []
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        least = load.index(min(load))
+        load[least] += size + 1
+        if least == rank:
+            mine.append(name)
+    return mine
+
+
+# ------------------------------------------------------------------------------------------------------- the optimizer
+def optimizer_pieces(engine: Engine) -> tuple[list[Piece], dict[str, Any], list[str]]:
+    """This rank's pieces of the optimizer's state by parameter name, state that is no tensor, and the names of numbers.
+
+    A state that is one number for a parameter (its step count) is given by the rank that owns the parameter's first element.
+    """
+    pieces: list[Piece] = []
+    values: dict[str, Any] = {}
+    numbers: set[str] = set()
+    if engine.basic_optimizer is None:
+        return pieces, values, []
+    for flat in flat_buffers(engine):
+        if not flat.trainable:
+            continue
+        for place, low, high in flat.layout.in_shard(engine.communicator.rank):
+            for run, start, stop in engine.masters.parts(flat, place.start + low, place.start + high):
+                state = engine.basic_optimizer.state.get(run.master, {})
+                for key, value in state.items():
+                    name = f"optimizer.state.{place.name}.{key}"
+                    if is_elementwise(value, run):
+                        part = value.detach()[start - run.start : stop - run.start]
+                        pieces.append(Piece(name, place.shape, start - place.start, part))
+                    elif start == place.start:
+                        numbers.add(key)
+                        if isinstance(value, torch.Tensor):
+                            pieces.append(Piece(name, (), 0, _one_number(value, key).reshape(1)))
+                        else:
+                            values[name] = value
+    return pieces, values, sorted(numbers)
+
+
+def is_elementwise(value: object, run: Run) -> bool:
+    """Whether a state has one element for each of the run's."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() == 1
+        and value.numel() == run.master.numel()
+        and value.numel() > 1
+    )
+
+
+def _one_number(value: torch.Tensor, key: str) -> torch.Tensor:
+    if value.numel() != 1:
+        raise CheckpointError(
+            f"the optimizer keeps '{key}' of shape {list(value.shape)}, which is neither one number nor one element a weight; "
+            "it cannot be divided among parameters, so it cannot be saved"
+        )
+    return value.detach()
+
+
+def optimizer_groups(engine: Engine) -> list[dict[str, Any]]:
+    """Each group's options and the names of its parameters."""
+    if engine.basic_optimizer is None:
+        return []
+    names = names_by_group(engine)
+    return [
+        {
+            "names": names.get(index, []),
+            "options": {k: _plain(v) for k, v in group.items() if k != "params"},
+        }
+        for index, group in enumerate(engine.basic_optimizer.param_groups)
+    ]
+
+
+def names_by_group(engine: Engine) -> dict[int, list[str]]:
+    """The names of each optimizer group's parameters."""
+    found: dict[int, list[str]] = {}
+    for flat in flat_buffers(engine):
+        for group, start, stop in flat.group_spans:
+            found.setdefault(group, []).extend(r.name for r in flat.layout.ranges if start <= r.start < stop)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,102 @@
+"""Read flat ranges of a checkpoint's tensors straight into memory: no more bytes than asked for, no copy of the rest."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from pathlib import Path
+
+import torch
+
+from onecopy.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from onecopy.checkpoint.writer import raw_bytes
+from onecopy.errors import CheckpointError
+
+_BLOCK = 4 << 20  # elements converted at a time, where dtypes differ or the target is not host memory
+
+
+class RangeReader:
+    """Open files of one checkpoint.
+
+    Attributes:
+        bytes_read: bytes of tensor data read so far.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.bytes_read = 0
+        self._descriptors: dict[str, int] = {}
+        self._sorted: dict[str, tuple[list[int], list[Chunk]]] = {}
+
+    def __enter__(self) -> RangeReader:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def entry(self, key: str) -> TensorEntry:
+        try:
+            return self.manifest.tensors[key]
+        except KeyError:
+            raise CheckpointError(f"{self.folder} holds no '{key}'") from None
+
+    def read(self, key: str, start: int, out: torch.Tensor) -> None:
+        """Fill the flat tensor `out` with elements `[start, start + out.numel())` of `key`, in `out`'s dtype."""
+        entry = self.entry(key)
+        stop = start + out.numel()
+        position = start
+        while position < stop:
+            chunk = self._chunk_at(key, position)
+            until = min(stop, chunk.start + chunk.numel)
+            self._copy(entry, chunk, position, out[position - start : until - start])
+            position = until
+
+    def whole(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor of its true shape, on the host."""
+        entry = self.entry(key)
+        flat = torch.empty(entry.numel, dtype=dtype or entry.dtype)
+        self.read(key, 0, flat)
+        return flat.view(entry.shape)
+
+    def _chunk_at(self, key: str, position: int) -> Chunk:
+        if key not in self._sorted:
+            chunks = sorted(self.manifest.tensors[key].chunks, key=lambda chunk: chunk.start)
+            self._sorted[key] = ([chunk.start for chunk in chunks], chunks)
+        starts, chunks = self._sorted[key]
+        index = bisect_right(starts, position) - 1
+        if index < 0 or position >= chunks[index].start + chunks[index].numel:
+            raise CheckpointError(f"{self.folder} lacks element {position} of '{key}'")
+        return chunks[index]
+
+    def _copy(self, entry: TensorEntry, chunk: Chunk, start: int, out: torch.Tensor) -> None:
+        size = entry.dtype.itemsize
+        position = chunk.position + (start - chunk.start) * size
+        if out.dtype == entry.dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._fill(chunk.file, position, raw_bytes(out))
+            return
+        for low in range(0, out.numel(), _BLOCK):
+            block = torch.empty(min(_BLOCK, out.numel() - low), dtype=entry.dtype)
+            self._fill(chunk.file, position + low * size, raw_bytes(block))
+            out[low : low + block.numel()].copy_(block)
+
+    def _fill(self, file: str, position: int, view: memoryview) -> None:
+        descriptor = self._descriptors.get(file)
+        if descriptor is None:
+            path = self.folder / file
+            try:
+                descriptor = self._descriptors[file] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                writer = self.manifest.files[file]
+                raise CheckpointError(
+                    f"{path} cannot be read ({error.strerror}); rank {writer.rank} wrote it{' on ' + writer.host if writer.host else ''}"
+                ) from error
+        self.bytes_read += len(view)
+        while len(view):
+            count = os.preadv(descriptor, [view], position)
+            if count <= 0:
+                raise CheckpointError(f"{self.folder / file} ends too early")
+            position += count
+            view = view[count:]
