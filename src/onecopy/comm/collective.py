@@ -72,7 +72,9 @@ class Collective(Communicator):
         self.counters.add("agree" if key == 0 else "gather", own.nbytes * (self.world_size - 1))
         return _Gather(self, work, label)
 
-    def start_reduce(self, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str) -> _SumOnTheWire | _SumAtTheOwner:
+    def start_reduce(
+        self, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str
+    ) -> _SumOnTheWire | _SumAtTheOwner:
         parts = buffer.chunk(self.world_size)
         own = parts[self.rank]
         self.counters.add("reduce", own.nbytes * (self.world_size - 1))

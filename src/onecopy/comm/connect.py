@@ -52,7 +52,10 @@ def ensure_process_group(backend: str | None = None, timeout_seconds: float | No
 
 
 def connect(
-    group: dist.ProcessGroup | None, device: torch.device, timeout_seconds: float | None = None, point_to_point: bool | None = None
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout_seconds: float | None = None,
+    point_to_point: bool | None = None,
 ) -> Communicator:
     """A communicator over the ranks of `group` (default: all ranks), on process groups of its own. Collective.
 

@@ -1,10 +1,10 @@
 """When does a `step()` end the window? The one place that decides, in plain integers.
 
-    managed_gradient_accumulation   a step() is a boundary when
-    true                            it is the gradient_accumulation_steps-th call (DeepSpeed's counting)
-    false                           always
-    unset                           as true, and also when a whole window of forward/backward pairs came before it since
-                                    the previous step(): the loop `if i % steps == 0: step()` trains as its author meant
+managed_gradient_accumulation   a step() is a boundary when
+true                            it is the gradient_accumulation_steps-th call (DeepSpeed's counting)
+false                           always
+unset                           as true, and also when a whole window of forward/backward pairs came before it since
+                                the previous step(): the loop `if i % steps == 0: step()` trains as its author meant
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,12 @@ class AccumulationWindow:
 
     def seen_whole_window(self, micro_batches: int) -> bool:
         """The caller steps once a window rather than once a micro-batch."""
-        return self.managed is None and self.forced is None and self.steps > 1 and micro_batches - self._batches_at_last_call >= self.steps
+        return (
+            self.managed is None
+            and self.forced is None
+            and self.steps > 1
+            and micro_batches - self._batches_at_last_call >= self.steps
+        )
 
     def expects_boundary(self, micro_batches: int) -> bool:
         """Whether the backward that makes it `micro_batches` is likely the window's last, so that it may reduce early."""

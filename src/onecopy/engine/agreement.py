@@ -28,11 +28,15 @@ def agree_on_model(model: nn.Module, communicator: Communicator) -> bool:
     device = communicator.device
     prints = torch.stack([_fingerprint(value).to(device) for value in values])
     everyone = communicator.sum_vector(prints.flatten(), "weights' fingerprints").view_as(prints)
-    spread = communicator.sum_vector((everyone / communicator.world_size - prints).abs().flatten(), "fingerprints' spread").view_as(prints)
+    spread = communicator.sum_vector(
+        (everyone / communicator.world_size - prints).abs().flatten(), "fingerprints' spread"
+    ).view_as(prints)
     differs = communicator.read((spread > 1e-9 * (1 + prints.abs()) * communicator.world_size).any(dim=1))
     if differs is None or not any(differs):
         return False
-    for differ, value, (name, _) in zip(differs, values, [named for named in tensors if named[1].numel() and not named[1].is_meta], strict=True):
+    for differ, value, (name, _) in zip(
+        differs, values, [named for named in tensors if named[1].numel() and not named[1].is_meta], strict=True
+    ):
         if differ:
             moved = value.to(device).contiguous()
             communicator.broadcast(moved, 0, name)
@@ -43,7 +47,11 @@ def agree_on_model(model: nn.Module, communicator: Communicator) -> bool:
 def _fingerprint(value: torch.Tensor) -> torch.Tensor:
     """Two float64 numbers that differ when the values (or their order) do; [2]."""
     flat = value.flatten()
-    wide = flat.to(torch.float64) if flat.dtype != torch.complex64 else torch.view_as_real(flat).flatten().to(torch.float64)
+    wide = (
+        flat.to(torch.float64)
+        if flat.dtype != torch.complex64
+        else torch.view_as_real(flat).flatten().to(torch.float64)
+    )
     wide = torch.nan_to_num(wide)
     ramp = torch.arange(wide.numel(), device=wide.device, dtype=torch.float64).remainder_(1009).add_(1)
     return torch.stack([wide.sum(), wide.mul_(ramp).sum()])

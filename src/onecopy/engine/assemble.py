@@ -37,20 +37,28 @@ def choose_optimizer(
     """
     given = list(model_parameters) if model_parameters is not None else None
     if isinstance(given, list) and optimizer is None and config.optimizer is None and not given:
-        raise ModelError("model_parameters is empty: give the parameters to train, or leave it out to train all that require gradients")
+        raise ModelError(
+            "model_parameters is empty: give the parameters to train, or leave it out to train all that require gradients"
+        )
     inner: torch.optim.Optimizer | None
     if isinstance(optimizer, torch.optim.Optimizer):
         inner = optimizer
         if config.optimizer is not None:
-            note(f"the configuration's optimizer ({config.optimizer.type}) is not used: initialize was given a {type(optimizer).__name__}")
+            note(
+                f"the configuration's optimizer ({config.optimizer.type}) is not used: initialize was given a {type(optimizer).__name__}"
+            )
     elif callable(optimizer):
         inner = optimizer(given if given is not None else [p for p in model.parameters() if p.requires_grad])
     elif optimizer is not None:
-        raise ModelError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or a function that makes one from parameters")
+        raise ModelError(
+            f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or a function that makes one from parameters"
+        )
     elif config.optimizer is not None:
         groups = given if given is not None else [p for p in model.parameters() if p.requires_grad]
         if not groups or not any(True for _ in _parameters_in(groups)):
-            raise ModelError("there is no parameter to train: model_parameters is empty, or every parameter has requires_grad=False")
+            raise ModelError(
+                "there is no parameter to train: model_parameters is empty, or every parameter has requires_grad=False"
+            )
         inner = build_optimizer(config.optimizer.type, dict(config.optimizer.params), groups)
     else:
         return TrainedParameters(None, {})
@@ -80,7 +88,9 @@ def _groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, 
                     f"the optimizer's group {index} holds a tensor of shape {list(parameter.shape)} (place {place}) that is no parameter of "
                     "the model given to initialize; build the optimizer from this model's parameters, after moving or replacing them"
                 )
-            assert id(parameter) not in group_of, f"parameter '{owned[id(parameter)]}' is in two groups of the optimizer"
+            assert id(parameter) not in group_of, (
+                f"parameter '{owned[id(parameter)]}' is in two groups of the optimizer"
+            )
             home = getattr(parameter, "_onecopy", None)
             if home is not None and home.runtime.attached:
                 raise ModelError(
@@ -95,7 +105,8 @@ def compute_dtype_rule(model: nn.Module, config: Config) -> Callable[[str, nn.Pa
     """The dtype a parameter is used in: the configured one, but for integers and modules kept in fp32."""
     kept = config.data_types.keep_in_fp32_modules
     patterns: tuple[str, ...] = (
-        tuple(getattr(model, "_keep_in_fp32_modules", None) or ()) + tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+        + tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         if kept == "auto"
         else tuple(kept)
     )
@@ -134,7 +145,9 @@ def make_units(
     bucket = zero.reduce_bucket_size
     if not placement.parameters.sharded:
         bucket = min(bucket, zero.allgather_bucket_size or bucket)
-    return build_units(plans, BuildRules(placement, compute_dtype_rule(model, config), group_of, small, bucket), communicator)
+    return build_units(
+        plans, BuildRules(placement, compute_dtype_rule(model, config), group_of, small, bucket), communicator
+    )
 
 
 def make_slots(units: Sequence[Unit], config: Config, communicator: Communicator) -> SlotPool:

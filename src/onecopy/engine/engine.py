@@ -87,7 +87,9 @@ class Engine(nn.Module, ConfigGetters, Persistence):
         inner = trained.optimizer
         states = take_states(inner, self.module) if inner is not None else {}
         self._drop_untrained_gradients(trained.group_of)
-        self.units = assemble.make_units(self.module, self.configuration, self.placement, trained.group_of, self.communicator)
+        self.units = assemble.make_units(
+            self.module, self.configuration, self.placement, trained.group_of, self.communicator
+        )
         slots = assemble.make_slots(self.units, self.configuration, self.communicator)
         self.gradients = Gradients(
             self._reduce_order(),
@@ -100,15 +102,19 @@ class Engine(nn.Module, ConfigGetters, Persistence):
         )
         zero = self.configuration.zero
         limits = Limits(zero.prefetch_bucket_size, zero.max_reuse_distance, assemble.overlaps(self.configuration))
-        self.runtime = Runtime(self.module, self.units, slots, self.gradients, self.communicator, limits, self.timers.phase)
+        self.runtime = Runtime(
+            self.module, self.units, slots, self.gradients, self.communicator, limits, self.timers.phase
+        )
         self.runtime.defer = self._gradients_stay_whole
         self.runtime.scale_outputs = self._scale_output_gradient
+        self.runtime.gradient_divisor = self._divisor
         mark_parameters(self.units, self.configuration, self.communicator)
         self.basic_optimizer = inner
         self.optimizer: ShardedOptimizer | None = None
         if inner is not None:
             self.masters = Masters([gradient.flat for gradient in self.gradients.all], inner)
             self.masters.restore(states)
+            self.runtime.masters = self.masters
             if supports_fused_scaling(inner):
                 make_fused(inner)
             self.optimizer_step = OptimizerStep(self.masters, self.gradients, self.communicator)
@@ -142,7 +148,9 @@ class Engine(nn.Module, ConfigGetters, Persistence):
         return torch.autocast(self.device.type, settings.dtype or torch.bfloat16)
 
     # ---------------------------------------------------------------------------------------------------------- backward
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
+    ) -> torch.Tensor:
         """Compute and reduce the gradients of `loss`, a scalar. Collective.
 
         The update uses the mean over the window's micro-batches, so the loss is given as it is. With
@@ -155,7 +163,9 @@ class Engine(nn.Module, ConfigGetters, Persistence):
             f"engine.backward needs a scalar loss, not {_kind(loss)}; reduce it with .mean() or .sum(), or call tensor.backward(gradient=...)"
         )
         if self.optimizer is None:
-            raise ModelError("engine.backward needs an optimizer: give one to initialize, or put an optimizer block into the configuration")
+            raise ModelError(
+                "engine.backward needs an optimizer: give one to initialize, or put an optimizer block into the configuration"
+            )
         if not scale_wrt_gas:
             self._divided_by_caller = True
         self._loss_is_scaled = True
@@ -212,7 +222,9 @@ class Engine(nn.Module, ConfigGetters, Persistence):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at a boundary clip, update the weights, clear the gradients and step the scheduler. Collective."""
         if self.optimizer is None:
-            raise ModelError("engine.step needs an optimizer: give one to initialize, or put an optimizer block into the configuration")
+            raise ModelError(
+                "engine.step needs an optimizer: give one to initialize, or put an optimizer block into the configuration"
+            )
         batches = self.runtime.micro_batches
         boundary = self.window.is_boundary(batches)
         if boundary and self.window.seen_whole_window(batches) and (self.window.micro_steps + 1) % self.window.steps:
@@ -235,15 +247,12 @@ class Engine(nn.Module, ConfigGetters, Persistence):
     def _update(self) -> None:
         """What a boundary does to weights and gradients, without the counters: `optimizer.step()`."""
         self.gradients.settle()
-        divisor = float(self.communicator.world_size if self.configuration.gradient_allreduce_op == "mean" else 1)
-        if not self._divided_by_caller:
-            divisor *= max(1, self.runtime.micro_batches)
-        if self.scaler is not None:
-            divisor *= self.scaler.scale
-        outcome = self.optimizer_step.apply(divisor, self.configuration.gradient_clipping)
+        outcome = self.optimizer_step.apply(self._divisor(), self.configuration.gradient_clipping)
         if outcome.unused and not self.configuration.zero.ignore_unused_parameters:
             names = ", ".join(sorted(outcome.unused)[:5])
-            raise ModelError(f"no gradient reached {names}; freeze them, or set zero_optimization.ignore_unused_parameters to true")
+            raise ModelError(
+                f"no gradient reached {names}; freeze them, or set zero_optimization.ignore_unused_parameters to true"
+            )
         self._outcome = outcome
         self._unread.append(outcome)
         if self._reads_at_once:
@@ -254,6 +263,13 @@ class Engine(nn.Module, ConfigGetters, Persistence):
             for flat in unit.whole:
                 flat.start_refresh()
         self.communicator.counters.snapshot()
+
+    def _divisor(self) -> float:
+        """What the gradient sums are divided by to be the mean over ranks and micro-batches."""
+        divisor = float(self.communicator.world_size if self.configuration.gradient_allreduce_op == "mean" else 1)
+        if not self._divided_by_caller:
+            divisor *= max(1, self.runtime.micro_batches)
+        return divisor * (self.scaler.scale if self.scaler is not None else 1.0)
 
     _divided_by_caller = False
 

@@ -52,7 +52,9 @@ def initialize(
         ModelError: the model or its optimizer cannot be sharded as given, or ranks differ.
     """
     assert model is not None, "onecopy.initialize needs model=..."
-    assert isinstance(model, nn.Module), f"model is a {type(model).__name__}; onecopy.initialize needs a torch.nn.Module"
+    assert isinstance(model, nn.Module), (
+        f"model is a {type(model).__name__}; onecopy.initialize needs a torch.nn.Module"
+    )
     source = _only_source(args, config if config is not None else config_params)
     if dist_init_required is not False:
         ensure_process_group(port=distributed_port)
@@ -89,8 +91,15 @@ def _only_source(args: Any, config: Any) -> Any:
     source = config if config is not None else inside
     assert source is not None, "onecopy.initialize needs config=... (a dictionary or the path of a JSON file)"
     local_rank = getattr(args, "local_rank", None)
-    if isinstance(local_rank, int) and local_rank >= 0 and "LOCAL_RANK" in os.environ and int(os.environ["LOCAL_RANK"]) != local_rank:
-        raise ConfigError(f"args.local_rank is {local_rank} but the environment's LOCAL_RANK is {os.environ['LOCAL_RANK']}; pass the launcher's value")
+    if (
+        isinstance(local_rank, int)
+        and local_rank >= 0
+        and "LOCAL_RANK" in os.environ
+        and int(os.environ["LOCAL_RANK"]) != local_rank
+    ):
+        raise ConfigError(
+            f"args.local_rank is {local_rank} but the environment's LOCAL_RANK is {os.environ['LOCAL_RANK']}; pass the launcher's value"
+        )
     return source
 
 
@@ -98,11 +107,15 @@ def _shard_group(mpu: Any, mesh: Any) -> dist.ProcessGroup | None:
     if mpu is not None:
         get = getattr(mpu, "get_data_parallel_group", None)
         if get is None:
-            raise ConfigError(f"mpu is a {type(mpu).__name__} without get_data_parallel_group(); onecopy shards over the group it returns")
+            raise ConfigError(
+                f"mpu is a {type(mpu).__name__} without get_data_parallel_group(); onecopy shards over the group it returns"
+            )
         group: dist.ProcessGroup = get()
         return group
     if mesh is not None:
-        raise ConfigError("mesh_param is not supported; pass mpu= with get_data_parallel_group(), or leave it out to shard over all ranks")
+        raise ConfigError(
+            "mesh_param is not supported; pass mpu= with get_data_parallel_group(), or leave it out to shard over all ranks"
+        )
     return None
 
 

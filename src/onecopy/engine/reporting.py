@@ -87,7 +87,10 @@ class Reporter:
             events.append(("Train/Samples/loss_scale", engine.scaler.scale, samples))
         if self.config.wall_clock_breakdown:
             milliseconds = engine.timers.milliseconds()
-            events += [(f"Train/Samples/elapsed_time_ms_{name.replace(' ', '_')}", value, samples) for name, value in milliseconds.items()]
+            events += [
+                (f"Train/Samples/elapsed_time_ms_{name.replace(' ', '_')}", value, samples)
+                for name, value in milliseconds.items()
+            ]
         self.monitor.write_events(events)
 
     def memory(self, engine: "Engine") -> dict[str, int]:
@@ -98,7 +101,9 @@ class Reporter:
         """
         flats = [flat for unit in engine.units for flat in unit.buffers]
         wholes = {flat.whole.untyped_storage().data_ptr() for flat in flats if flat.whole is not None}
-        masters = [f.master for f in flats if f.master is not None and f.master.untyped_storage().data_ptr() not in wholes]
+        masters = [
+            f.master for f in flats if f.master is not None and f.master.untyped_storage().data_ptr() not in wholes
+        ]
         managed = {id(parameter) for flat in flats for parameter in flat.parameters}
         others = [p for p in engine.module.parameters() if id(p) not in managed]
         categories = {

@@ -169,7 +169,13 @@ def _scalars(state: dict[str, Any] | None) -> str:
     """What must be equal for two parameters to share a run."""
     if not state:
         return ""
-    return repr(sorted((key, float(value)) for key, value in state.items() if not isinstance(value, torch.Tensor) or value.dim() == 0))
+    return repr(
+        sorted(
+            (key, float(value))
+            for key, value in state.items()
+            if not isinstance(value, torch.Tensor) or value.dim() == 0
+        )
+    )
 
 
 def _lay(state: dict[str, Any], run: Run, start: int, part: tuple[int, int], filled: dict[str, Any]) -> None:

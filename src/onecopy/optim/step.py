@@ -67,7 +67,9 @@ class OptimizerStep:
                 optimizer.step()
             finally:
                 optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
-        elif not any(self.communicator.read(found_inf.view(1)) or ()):  # an optimizer that knows nothing of skipping: the host decides
+        elif not any(
+            self.communicator.read(found_inf.view(1)) or ()
+        ):  # an optimizer that knows nothing of skipping: the host decides
             given = [run.master.grad for run in self.masters.runs if run.master.grad is not None]
             if given:
                 torch._foreach_div_(given, scale)

@@ -109,5 +109,3 @@ def _buckets(members: Sequence[Named], most: int) -> Iterator[list[Named]]:
         elements += size
     if run:
         yield run
-
-

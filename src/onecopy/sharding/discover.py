@@ -35,7 +35,9 @@ class UnitRules:
     granularity: int = 0
 
     def names_a_unit(self, name: str, module: nn.Module) -> bool:
-        kinds = {name for cls in type(module).__mro__ for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")}
+        kinds = {
+            name for cls in type(module).__mro__ for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+        }
         return (
             bool(kinds & set(self.classes))
             or name in self.names
@@ -68,7 +70,9 @@ def discover_units(model: nn.Module, rules: UnitRules) -> list[UnitPlan]:
 
 def _unit_modules(model: nn.Module, rules: UnitRules, large: int) -> Iterator[tuple[str, nn.Module]]:
     """Walk down from the model and stop at the first module on each path that is a unit."""
-    pending: list[tuple[str, nn.Module, bool]] = [(name, child, _is_sequence(model)) for name, child in model.named_children()]
+    pending: list[tuple[str, nn.Module, bool]] = [
+        (name, child, _is_sequence(model)) for name, child in model.named_children()
+    ]
     pending.reverse()
     seen: set[int] = set()
     while pending:
@@ -98,7 +102,9 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _is_large_alone(module: nn.Module, large: int) -> bool:
     """A leaf (or one of torch's own composite layers) with many elements outside any block."""
-    torchs_own = type(module).__module__.startswith("torch.nn.") and not any(_is_sequence(child) for child in module.modules())
+    torchs_own = type(module).__module__.startswith("torch.nn.") and not any(
+        _is_sequence(child) for child in module.modules()
+    )
     if any(True for _ in module.children()) and not torchs_own:
         return False
     return _elements(module) >= large

@@ -1,7 +1,7 @@
 """One flat buffer: parameters of one dtype laid end to end, and where its weights are kept on this rank.
 
-        whole place    `whole` [n]      permanent, in the compute dtype; parameters are views of it
-        sharded place  `shard` [n/N]    (or the fp32 master, which then is the only copy); a slot is borrowed while in use
+whole place    `whole` [n]      permanent, in the compute dtype; parameters are views of it
+sharded place  `shard` [n/N]    (or the fp32 master, which then is the only copy); a slot is borrowed while in use
 """
 
 from collections.abc import Sequence
@@ -128,6 +128,45 @@ class FlatBuffer:
             unguard(parameter)
             parameter.data = placeholder
             guard(parameter)
+
+    def bind_one(self, index: int, view: torch.Tensor) -> None:
+        """Let one parameter be this view."""
+        unguard(self.parameters[index])
+        self.parameters[index].data = view
+
+    def unbind_one(self, index: int) -> None:
+        """Let one sharded parameter be empty and guarded again."""
+        parameter = self.parameters[index]
+        unguard(parameter)
+        parameter.data = torch.empty(0, dtype=self.dtype, device=self.communicator.device)
+        guard(parameter)
+
+    def local_part(self, index: int) -> tuple[slice, slice] | None:
+        """Where one parameter lies in `master` and its flattened self on this rank; None when no element is here."""
+        parameter = self.layout.ranges[index]
+        low, high = (
+            (0, self.numel) if self.master is not None and self.optimizer_whole else (self.own.start, self.own.stop)
+        )
+        part = parameter.overlap(low, high)
+        if part is None:
+            return None
+        start = parameter.start - low
+        return slice(start + part[0], start + part[1]), slice(*part)
+
+    def write(self, index: int, values: torch.Tensor, where: torch.Tensor | None = None) -> None:
+        """Overwrite one parameter's weights with `values` (its shape, whole), only where `where` is true if given.
+
+        Masters and weights kept here follow at once; what lies in a slot now does not. Every rank calls it.
+        """
+        flat_values = values.detach().reshape(-1)
+        part = self.local_part(index)
+        kept = self.shard if self.master is None else self.master
+        if part is not None and kept is not None:
+            here, inside = part
+            new = flat_values[inside].to(kept)
+            kept[here] = new if where is None else torch.where(where.reshape(-1)[inside], new, kept[here])
+        if self.whole is not None:
+            self._whole_views[index].view(-1).copy_(flat_values)
 
     def fill_own(self, flat: torch.Tensor) -> None:
         """Cast this rank's weights into its part of a whole buffer [n] of the compute dtype."""

@@ -245,7 +245,9 @@ class Gradients:
                 gradient.shard = self._new_sum(gradient)
             gradient.whole = gradient.shard
         elif gradient.whole is None:
-            gradient.whole = torch.empty(gradient.flat.numel, dtype=self._sum_dtype(gradient), device=self.communicator.device)
+            gradient.whole = torch.empty(
+                gradient.flat.numel, dtype=self._sum_dtype(gradient), device=self.communicator.device
+            )
         assert gradient.whole is not None
         if not gradient.whole_views:
             gradient.whole_views = gradient.flat.views(gradient.whole)
@@ -265,7 +267,9 @@ class Gradients:
             assert gradient.pending is not None
             wire.copy_(gradient.pending)
         flat = gradient.flat
-        pending = self.communicator.start_reduce(wire, slot.scratch_for(flat, gradient.wire_dtype), flat.key, flat.label)
+        pending = self.communicator.start_reduce(
+            wire, slot.scratch_for(flat, gradient.wire_dtype), flat.key, flat.label
+        )
         gradient.slot, gradient.pending = None, None
         self._in_flight.append((gradient, slot, pending))
         if not self.overlap:

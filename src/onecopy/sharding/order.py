@@ -18,7 +18,10 @@ class Order:
 
     def __init__(self, guess: "list[Unit]") -> None:
         forward = [(unit, False) for unit in guess]
-        self._recorded: dict[str, list[tuple[Unit, bool]]] = {"train": forward + [(unit, True) for unit in reversed(guess)], "evaluate": forward}
+        self._recorded: dict[str, list[tuple[Unit, bool]]] = {
+            "train": forward + [(unit, True) for unit in reversed(guess)],
+            "evaluate": forward,
+        }
         self._mode = ""
         self._current: list[tuple[Unit, bool]] = []
         self._following = False

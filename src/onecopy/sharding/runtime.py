@@ -91,6 +91,8 @@ class Runtime:
         self.defer: Callable[[], bool] = lambda: False  # whether this backward's gradients stay whole
         self.scale_outputs: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.on_backward_end: Callable[[], None] = lambda: None
+        self.gradient_divisor: Callable[[], float] = lambda: 1.0
+        self.masters: Any = None  # the room above sets it, for reading state by parameter
         self.forwards_seen: set[int] = set()
         self.micro_batches = 0
         self.forward_number = 0

@@ -42,7 +42,9 @@ class Unit:
         for flat in self.sharded:
             self._offsets.append(offset)
             offset += region_bytes(flat)
-        self._placeholders = {flat.dtype: torch.empty(0, dtype=flat.dtype, device=flat.communicator.device) for flat in self.sharded}
+        self._placeholders = {
+            flat.dtype: torch.empty(0, dtype=flat.dtype, device=flat.communicator.device) for flat in self.sharded
+        }
 
     def __repr__(self) -> str:
         return f"Unit({self.name}, {self.numel} sharded elements, {len(self.buffers)} flat buffers)"

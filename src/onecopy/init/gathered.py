@@ -1,0 +1,105 @@
+"""`GatheredParameters`: inside the context the parameters are whole; edits of one rank reach every rank and the masters."""
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from onecopy.sharding import FlatBuffer, GuardedParameter
+from onecopy.sharding.parameter import ParameterHome
+
+
+class GatheredParameters:
+    """Make parameters whole for a while. Entering and leaving are collective.
+
+    Args:
+        params: a parameter, or an iterable of them. Tensors that no engine manages are left as they are.
+        modifier_rank: the group rank whose edits count: they are sent to all ranks and into the masters, so the next
+            steps keep them. None: for reading; edits of sharded parameters are discarded.
+        fwd_module: accepted for DeepSpeed's signature; parameters used by other modules are fetched by themselves.
+        enabled: False makes it do nothing.
+
+    Memory: the flat buffers that hold the parameters, whole and in the compute dtype, and with `modifier_rank` a copy
+    of the parameters.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        for entry in given:
+            if not isinstance(entry, torch.Tensor):
+                raise TypeError(
+                    f"GatheredParameters got a {type(entry).__name__}; give nn.Parameter objects, such as model.parameters()"
+                )
+        homes: list[tuple[nn.Parameter, ParameterHome]] = (
+            [(p, p._onecopy) for p in given if hasattr(p, "_onecopy")] if enabled else []
+        )
+        self._homes = sorted(dict.fromkeys(homes), key=lambda entry: (_flat_of(*entry).key, entry[1].index))
+        self._modifier = modifier_rank
+        self._borrowed: list[nn.Parameter] = []
+        self._before: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        gathered: dict[int, list[torch.Tensor]] = {}
+        for parameter, home in self._homes:
+            home.unit.finish_refresh()
+            if not isinstance(parameter, GuardedParameter):
+                continue
+            flat = _flat_of(parameter, home)
+            if flat.key not in gathered:
+                gathered[flat.key] = flat.views(_gather(flat))
+            flat.bind_one(home.index, gathered[flat.key][home.index])
+            self._borrowed.append(parameter)
+        if self._modifier is not None:
+            self._before = [parameter.detach().clone() for parameter, _ in self._homes]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._modifier is not None and kind is None:
+            for (parameter, home), before in zip(self._homes, self._before, strict=True):
+                self._keep_edits(parameter, home, before)
+        for parameter in self._borrowed:
+            home = parameter._onecopy  # type: ignore[attr-defined]
+            _flat_of(parameter, home).unbind_one(home.index)
+        self._borrowed, self._before = [], []
+
+    def _keep_edits(self, parameter: nn.Parameter, home: ParameterHome, before: torch.Tensor) -> None:
+        """Send the modifier's values, and take over into the masters what changed: the rest keeps its precision."""
+        flat = _flat_of(parameter, home)
+        values = parameter.detach().contiguous()
+        assert self._modifier is not None
+        flat.communicator.broadcast(values, self._modifier, home.name)
+        parameter.detach().copy_(values)
+        flat.write(home.index, values, where=values != before)
+
+
+def _flat_of(parameter: nn.Parameter, home: ParameterHome) -> FlatBuffer:
+    return next(flat for flat in home.unit.buffers if any(parameter is member for member in flat.parameters))
+
+
+def _gather(flat: FlatBuffer) -> torch.Tensor:
+    """The flat buffer whole [n] in the compute dtype, in memory of its own. Collective."""
+    whole = torch.empty(flat.numel, dtype=flat.dtype, device=flat.communicator.device)
+    flat.fill_own(whole)
+    pending = flat.communicator.start_gather(whole, flat.key, flat.label)
+    pending.wait()
+    pending.drain()
+    return whole
+
+
+def register_external_parameter(module: nn.Module, parameter: Any) -> None:
+    """Accepted for DeepSpeed's sake: a parameter used by another module is fetched when that module touches it."""
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"register_external_parameter needs a torch.nn.Parameter, not a {type(parameter).__name__}")
+
+
+def unregister_external_parameter(module: nn.Module, parameter: Any) -> None:
+    """Accepted for DeepSpeed's sake; there is nothing to undo."""

@@ -1,0 +1,6 @@
+"""`onecopy.zero`: parameters that are sharded, seen from the user's code."""
+
+from onecopy.init.gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
+from onecopy.sharding import ZeroParamStatus
+
+__all__ = ["GatheredParameters", "ZeroParamStatus", "register_external_parameter", "unregister_external_parameter"]
