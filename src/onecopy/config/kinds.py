@@ -68,11 +68,11 @@ def _refuse_non_number(value: Any, wanted: str) -> None:
     if isinstance(value, str):
         number = _number_in(value)
         if number is None:
-            raise Mismatch(f"must be {wanted}, not a string")
+            raise Mismatch(f"must be {wanted}, not a string; write a number")
         spelled = f"{number:.0f}" if number == int(number) and abs(number) < 1e15 else f"{number:g}"
         raise Mismatch(f"must be {wanted}, not a string; write {spelled} without quotes")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise Mismatch(f"must be {wanted}, not {type_word(value)}")
+        raise Mismatch(f"must be {wanted}, not {type_word(value)}; write a number")
 
 
 def _bounds(minimum: float | None, maximum: float | None, open_minimum: bool = False) -> str:
@@ -93,7 +93,7 @@ class Switch:
             return value
         if isinstance(value, numbers.Integral) and value in (0, 1):
             return bool(value)
-        hint = ""
+        hint = "; write one of the two"
         if isinstance(value, str) and value.strip().lower() in ("true", "false"):
             hint = f"; write {value.strip().lower()} without quotes"
         raise Mismatch(f"must be true or false, not {type_word(value)}{hint}")
@@ -120,7 +120,7 @@ class Integer:
         elif math.isfinite(value):
             raise Mismatch(f"must be {self._wanted()}, not a fraction; write {max(round(value), self.minimum or 0)}")
         else:
-            raise Mismatch(f"must be {self._wanted()} that is finite")
+            raise Mismatch(f"must be {self._wanted()}, and finite; write a whole number")
         low = self.minimum is not None and number < self.minimum
         high = self.maximum is not None and number > self.maximum
         if low or high:
@@ -153,7 +153,7 @@ class Number:
         except OverflowError:
             number = math.inf
         if not math.isfinite(number):
-            raise Mismatch(f"must be {self._wanted()} that is finite; write an ordinary number")
+            raise Mismatch(f"must be {self._wanted()}, and finite; write an ordinary number")
         low = self.minimum is not None and (number < self.minimum or (self.open_minimum and number == self.minimum))
         if low or (self.maximum is not None and number > self.maximum):
             raise Mismatch(f"must be {self._wanted()}; write a value in that range")

@@ -23,7 +23,7 @@ def reference() -> str:
     """Every key with its values, default and effect, block by block, as Markdown."""
     lines = ["## Top level", "", *_table(_rows(Config))]
     for title, cls in _blocks(Config, ""):
-        lines += ["", f"## `{title}`", "", (cls.__doc__ or "").split(": ", 1)[-1], "", *_table(_rows(cls))]
+        lines += ["", f"## `{title}`", "", _sentence(cls), "", *_table(_rows(cls))]
     lines += ["", "## `optimizer.params`", "", "Any other parameter of the class is passed to it as it is.", ""]
     lines += _table(_parameter_row(key, default) for key, default in OPTIMIZER_PARAMETERS.values())
     for name, parameters in SCHEDULER_PARAMETERS.items():
@@ -39,6 +39,12 @@ def _blocks(cls: type, path: str) -> Iterator[tuple[str, type]]:
             title = f"{path}{key.name}"
             yield title, key.kind.cls
             yield from _blocks(key.kind.cls, f"{title}.")
+
+
+def _sentence(cls: type) -> str:
+    """What the block is, from its docstring."""
+    text = (cls.__doc__ or "").split("\n\n")[0].split("`: ", 1)[-1]
+    return text[:1].upper() + text[1:]
 
 
 def _rows(cls: type) -> Iterator[tuple[str, str, str, str]]:

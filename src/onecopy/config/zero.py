@@ -62,7 +62,10 @@ class LeafModuleConfig:
 
 @dataclass(frozen=True, slots=True)
 class ZeroConfig:
-    """The ZeRO stage and its limits; sizes are in elements, never bytes. `given` holds the short names written."""
+    """The ZeRO stage and its limits; sizes are in elements, never bytes.
+
+    `given` holds the short names of the keys that were written.
+    """
 
     stage: int = key(
         0,
