@@ -23,3 +23,7 @@ class CommunicationError(OneCopyError):
 
 class CheckpointError(OneCopyError):
     """A checkpoint cannot be written or read as asked."""
+
+
+class PlanError(OneCopyError, ValueError):
+    """A plan cannot be made as asked: an unknown model or GPU, a size out of range, a model that reads values."""

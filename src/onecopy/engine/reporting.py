@@ -100,9 +100,9 @@ class Reporter:
         nothing records it by itself and it is 0 (`onecopy.plan` measures it).
         """
         flats = [flat for unit in engine.units for flat in unit.buffers]
-        wholes = {flat.whole.untyped_storage().data_ptr() for flat in flats if flat.whole is not None}
+        wholes = {flat.whole.untyped_storage()._cdata for flat in flats if flat.whole is not None}
         masters = [
-            f.master for f in flats if f.master is not None and f.master.untyped_storage().data_ptr() not in wholes
+            f.master for f in flats if f.master is not None and f.master.untyped_storage()._cdata not in wholes
         ]
         managed = {id(parameter) for flat in flats for parameter in flat.parameters}
         others = [p for p in engine.module.parameters() if id(p) not in managed]

@@ -10,6 +10,7 @@ from onecopy.comm import Communicator
 from onecopy.layout import ALIGNMENT, Place, Placement, round_up
 from onecopy.sharding.discover import UnitPlan
 from onecopy.sharding.flat_buffer import FlatBuffer
+from onecopy.sharding.parameter import GUARDED, UNGUARDED
 from onecopy.sharding.unit import Unit
 
 SMALL = "(small parameters)"
@@ -52,6 +53,8 @@ def build_units(plans: Sequence[UnitPlan], rules: BuildRules, communicator: Comm
                 small.parameters.append((name, parameter))
             else:
                 kept.append((name, parameter))
+            if parameter.numel() == 0:  # it takes no room, but it takes part in computing
+                parameter.data = parameter.data.to(communicator.device, rules.compute_dtype(name, parameter))
         for dtype, trainable, members in _alike(kept, rules):
             place = rules.placement.parameters
             if plan is small or not all(shardable(parameter) for _, parameter in members):
@@ -75,7 +78,7 @@ def build_units(plans: Sequence[UnitPlan], rules: BuildRules, communicator: Comm
 
 def shardable(parameter: nn.Parameter) -> bool:
     """Whether a parameter can be empty for a while: subclasses carry state of their own that a flat view would drop."""
-    return type(parameter) is nn.Parameter
+    return type(parameter) in GUARDED or type(parameter) in UNGUARDED
 
 
 def _alike(members: Sequence[Named], rules: BuildRules) -> Iterator[tuple[torch.dtype, bool, list[Named]]]:

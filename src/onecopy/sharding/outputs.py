@@ -51,10 +51,10 @@ def hook_outputs(output: Any, hook: Hook) -> Any:
 
 def separate_from(output: Any, slots: SlotPool) -> Any:
     """Copy output tensors that are a parameter or a view of one: they would change under the caller's feet."""
-    memories = {slot.memory.untyped_storage().data_ptr() for slot in slots.slots}
+    memories = {slot.memory.untyped_storage()._cdata for slot in slots.slots}  # not data_ptr: it is 0 without real memory
 
     def copy_if_inside(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in memories:
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memories:
             return tensor.clone()
         return tensor
 

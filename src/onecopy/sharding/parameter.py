@@ -45,23 +45,36 @@ class GuardedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _METADATA:
-            for value in torch.utils._pytree.tree_leaves((args, kwargs)):
-                if isinstance(value, GuardedParameter):
-                    home: ParameterHome = value._onecopy
-                    home.runtime.touched(home, func)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return call_guarded(cls, func, args, kwargs)
+
+
+def call_guarded(kind: type, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Tell the runtimes of the guarded parameters (of class `kind`) among the arguments, then call."""
+    if func not in _METADATA:
+        for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, kind):
+                home: ParameterHome = value._onecopy  # type: ignore[attr-defined]
+                home.runtime.touched(home, func)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+# What a parameter's class becomes while it is guarded, and back. Another kind of plain parameter (one without memory,
+# say) is entered here by whoever makes it; all others stay whole.
+GUARDED: dict[type, type] = {nn.Parameter: GuardedParameter}
+UNGUARDED: dict[type, type] = {GuardedParameter: nn.Parameter}
 
 
 def guard(parameter: nn.Parameter) -> None:
-    if type(parameter) is nn.Parameter:
-        parameter.__class__ = GuardedParameter
+    kind = GUARDED.get(type(parameter))
+    if kind is not None:
+        parameter.__class__ = kind
 
 
 def unguard(parameter: nn.Parameter) -> None:
-    if type(parameter) is GuardedParameter:
-        parameter.__class__ = nn.Parameter
+    kind = UNGUARDED.get(type(parameter))
+    if kind is not None:
+        parameter.__class__ = kind
 
 
 _T = torch.Tensor

@@ -1,0 +1,162 @@
+"""Rehearse training steps under the ledger: the same few lines on fake tensors and on real ones, so both can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import onecopy
+from onecopy.plan.ledger import Ledger
+from onecopy.plan.whereabouts import Whereabouts
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to plan for.
+
+    Attributes:
+        build: makes the module.
+        batch: (micro-batch, sequence length) to the keyword arguments of forward.
+        loss: the scalar loss in what forward returned.
+        sequence: its usual sequence length in tokens; 0 where it has none.
+        source: what the user named it by.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], dict[str, Any]]
+    loss: Callable[[Any], torch.Tensor]
+    sequence: int = 0
+    source: str = ""
+
+
+@dataclass
+class Window:
+    """One optimizer step in the ledger's events: its bounds, its peak and what was sent."""
+
+    start: int
+    stop: int
+    peak: int
+    peak_at: int
+    sent: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Rehearsal:
+    """What a rehearsal left: the ledger and the bounds of each window in it.
+
+    Attributes:
+        model_bytes: of the whole model as built, before it was sharded.
+        numel: its parameters' elements.
+    """
+
+    ledger: Ledger
+    windows: list[Window]
+    model_bytes: int
+    numel: int
+    resting: dict[str, int]
+    units: list[tuple[str, int]]
+    memory: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """Bytes, in the last window: the first has no optimizer state yet."""
+        return self.windows[-1].peak
+
+    def at_peak(self) -> dict[str, int]:
+        return self.ledger.by_category(self.windows[-1].peak_at)
+
+    def holders(self, most: int = 12) -> list[tuple[str, str, int]]:
+        return self.ledger.holders(self.windows[-1].peak_at, most)
+
+    def timeline(self, points: int = 400) -> list[tuple[int, dict[str, int]]]:
+        last = self.windows[-1]
+        return self.ledger.timeline(last.start, last.stop, points)
+
+
+def rehearse(
+    subject: Subject,
+    config: Any,
+    micro_batch: int,
+    sequence: int,
+    windows: int = 2,
+    prepare: Callable[[nn.Module], None] | None = None,
+    around: Callable[[Any, Ledger, Whereabouts], Any] | None = None,
+    ledger: Ledger | None = None,
+) -> Rehearsal:
+    """Build, initialize and train `windows` optimizer steps under a ledger. Collective in a real world.
+
+    Args:
+        prepare: what is done to the model before it is given to the engine (activation checkpointing).
+        around: called with (engine, ledger, whereabouts) once the engine stands.
+    """
+    ledger = ledger or Ledger()
+    with ledger:
+        model = subject.build()
+        model.train()
+        if prepare is not None:
+            prepare(model)
+        model_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        numel = sum(p.numel() for p in model.parameters())
+        whereabouts = Whereabouts(model, ledger)
+        engine, *_ = onecopy.initialize(model=model, config=config)
+        adopt_state(engine, ledger)
+        if around is not None:
+            around(engine, ledger, whereabouts)
+        batch = subject.batch(micro_batch, sequence)
+        ledger.adopt((value for value in batch.values()), "batch")
+        done = [_window(engine, ledger, whereabouts, subject, batch, number) for number in range(windows)]
+        memory = engine.memory()
+        ledger.label()
+        resting = ledger.by_category(len(ledger.events))
+        units = [(unit.name, sum(flat.numel for flat in unit.buffers)) for unit in engine.units]
+        whereabouts.close()
+        ledger.stop()
+        engine.destroy()
+    return Rehearsal(ledger, done, model_bytes, numel, resting, units, memory)
+
+
+def _window(engine: Any, ledger: Ledger, whereabouts: Whereabouts, subject: Subject, batch: dict[str, Any], number: int) -> Window:
+    start = len(ledger.events)
+    ledger.reset_peak()
+    for micro in range(engine.gradient_accumulation_steps()):
+        ledger.mark(f"forward {micro}")
+        whereabouts.begin("forward")
+        loss = subject.loss(engine(**batch))
+        ledger.mark(f"backward {micro}")
+        whereabouts.begin("backward")
+        ledger.stretch = "after"
+        engine.backward(loss)
+        del loss
+        adopt_state(engine, ledger)
+        ledger.mark("step")
+        whereabouts.begin("step")
+        engine.step()
+    adopt_state(engine, ledger)
+    return Window(start, len(ledger.events), ledger.peak, ledger.peak_at, engine.communication())
+
+
+def adopt_state(engine: Any, ledger: Ledger) -> None:
+    """Name the training state that lives now."""
+    flats = [flat for unit in engine.units for flat in unit.buffers]
+    managed = {id(parameter) for flat in flats for parameter in flat.parameters}
+    present: Any = lambda *values: [value for value in values if value is not None]  # noqa: E731
+    for flat in flats:
+        ledger.adopt(present(flat.master), "masters")
+    for flat in flats:
+        ledger.adopt(present(flat.whole, flat.shard), "parameters")
+    ledger.adopt((p for p in engine.module.parameters() if id(p) not in managed), "parameters")
+    ledger.adopt(engine.module.buffers(), "parameters")
+    ledger.adopt((slot.memory for slot in engine.runtime.slots.slots), "slots")
+    for slot in engine.gradients._slots:
+        ledger.adopt(present(slot.memory, slot.scratch), "gradients")
+    for gradient in engine.gradients.all:
+        ledger.adopt(present(gradient.shard, gradient.whole), "gradients")
+    ledger.adopt(engine.communicator.sum._tiles or (), "gradients")
+    if engine.optimizer is not None:
+        for state in engine.optimizer.state.values():
+            ledger.adopt((value for value in state.values() if isinstance(value, torch.Tensor)), "moments")

@@ -1,0 +1,95 @@
+"""A virtual world: N ranks of which one is here, and tensors that have shapes but no memory.
+
+Torch's fake process group answers every collective at once, and FakeTensorMode computes shapes instead of values. The
+engine runs in it as it is: the same hooks, slots, order and step, so what it would allocate and send is seen exactly.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from onecopy.comm.collective import Collective
+from onecopy.comm.communicator import Communicator
+from onecopy.errors import PlanError
+from onecopy.sharding.parameter import GUARDED, UNGUARDED, call_guarded
+
+LARGEST_WORLD = 16_384
+
+
+class GuardedFakeParameter(FakeTensor):
+    """A fake parameter whose weights are elsewhere; see `onecopy.sharding.parameter`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_guarded(cls, func, args, kwargs)
+
+
+@contextmanager
+def virtual_world(world_size: int, accelerator: bool = True, rank: int = 0) -> Iterator[FakeTensorMode]:
+    """Be rank `rank` of `world_size` imagined ranks; tensors made inside are fake.
+
+    Args:
+        accelerator: choose the back end and buffers that GPUs would use; else those of a real world on CPUs.
+
+    Raises:
+        PlanError: the world size is out of range, or this process is already part of a real world.
+    """
+    if not 1 <= world_size <= LARGEST_WORLD:
+        raise PlanError(f"a plan for {world_size} ranks is not possible; give 1 to {LARGEST_WORLD}")
+    if dist.is_initialized():
+        raise PlanError(
+            "this process already belongs to a torch.distributed world; plan before init_process_group, or in a process of its own (`onecopy plan`)"
+        )
+    with ExitStack() as stack:
+        warnings_kept = stack.enter_context(warnings.catch_warnings())
+        del warnings_kept
+        warnings.simplefilter("ignore")
+        hidden = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ]
+        stack.enter_context(mock.patch.dict(os.environ))
+        for name in hidden:
+            del os.environ[name]
+        stack.enter_context(_fake_parameters_are_plain())
+        if accelerator:
+            stack.enter_context(mock.patch("onecopy.engine.initialize.connect", _connect_as_on_accelerator))
+        stack.enter_context(mock.patch("onecopy.engine.initialize.default_device", lambda: torch.device("cpu")))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        stack.callback(_leave)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        yield stack.enter_context(mode)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _fake_parameters_are_plain() -> Iterator[None]:
+    """A parameter made under FakeTensorMode is a FakeTensor by class: let the engine shard it like any other."""
+    GUARDED[FakeTensor] = GuardedFakeParameter
+    UNGUARDED[GuardedFakeParameter] = FakeTensor
+    try:
+        yield
+    finally:
+        del GUARDED[FakeTensor], UNGUARDED[GuardedFakeParameter]
+
+
+def _connect_as_on_accelerator(group: Any, device: torch.device, *_: Any, **__: Any) -> Communicator:
+    """NCCL's way of communicating, on fake tensors that say they are on the CPU.
+
+    Autograd on fake CUDA tensors needs a CUDA build; sizes and order are the same on any device.
+    """
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)  # type: ignore[arg-type]
+    communicator = Collective(dist.new_group(ranks), dist.new_group(ranks), device)
+    communicator._sums_on_the_wire = True
+    return communicator

@@ -1,0 +1,95 @@
+"""Where a run is: hooks that tell the ledger which module, stretch and phase the next birth belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from onecopy.plan.ledger import Ledger
+from onecopy.sharding.outputs import hook_outputs
+
+
+class Whereabouts:
+    """Keeps a ledger's `module`, `stretch` and `phase` while its model runs; `close` takes the hooks off."""
+
+    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.blocks = repeated_blocks(model)
+        self._last = next(reversed(self.blocks.values()), None)
+        self._handles: list[Any] = []
+        self._stack: list[str] = []
+        for name, module in model.named_modules():
+            if name:
+                self._handles.append(module.register_forward_pre_hook(self._entering(name, module), prepend=True))
+                self._handles.append(module.register_forward_hook(self._leaving(name, module), always_call=True))
+
+    def _entering(self, name: str, module: nn.Module) -> Any:
+        is_block = name in self.blocks
+
+        def enter(*_: Any) -> None:
+            ledger = self.ledger
+            if torch._C._current_graph_task_id() != -1:
+                ledger.phase = "recompute"
+            elif not self._stack:
+                ledger.stretch = "before" if ledger.stretch == "before" else ledger.stretch
+            if is_block:
+                ledger.stretch = "block"
+            self._stack.append(ledger.module)
+            ledger.module = name
+
+        return enter
+
+    def _leaving(self, name: str, module: nn.Module) -> Any:
+        def leave(_: nn.Module, __: Any, output: Any) -> Any:
+            ledger = self.ledger
+            ledger.module = self._stack.pop() if self._stack else ""
+            if torch._C._current_graph_task_id() != -1:
+                if not self._stack:
+                    ledger.phase = "backward"
+                return None
+            if module is self._last:
+                ledger.stretch = "after"
+            if name in self.blocks and torch.is_grad_enabled():
+                return hook_outputs(output, self._backward_begins(name))
+            return None
+
+        return leave
+
+    def _backward_begins(self, name: str) -> Any:
+        def begins(_: torch.Tensor) -> None:
+            if self.ledger.phase != "recompute":
+                self.ledger.phase = "backward"
+            self.ledger.stretch = "block"
+            self.ledger.module = name
+
+        return begins
+
+    def begin(self, phase: str) -> None:
+        """A forward, backward or step of the whole model begins."""
+        self._stack.clear()
+        self.ledger.phase = phase
+        self.ledger.module = ""
+        if phase == "forward":
+            self.ledger.stretch = "before"
+        elif phase == "step":
+            self.ledger.stretch = "step"
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The children of the outermost lists of like modules, by name, in order."""
+    found: dict[str, nn.Module] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= 2 and len({type(child) for child in module}) == 1:
+            inside = (*inside, f"{name}." if name else "")
+            found |= {f"{name}.{local}" if name else local: child for local, child in module.named_children()}
+    return found
