@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from onecopy.comm.counters import Counters
 from onecopy.comm.rank_order_sum import RankOrderSum
+from onecopy.comm.watchdog import Watchdog
 from onecopy.errors import CommunicationError
 
 
@@ -37,6 +38,8 @@ class Communicator(ABC):
         group: the process group this communicator made for itself.
         rank, world_size: this rank's place in the group.
         counters: bytes and collectives so far.
+        waits: how many waits there have been.
+        watchdog: what looks after waits that never end, where there is one.
         waiting: what this rank waits for now and since when, for the error of a wait that never ends.
         imagined: the other ranks do not exist (torch's fake back end), so what they would have sent cannot be read.
     """
@@ -48,6 +51,8 @@ class Communicator(ABC):
         self.world_size = dist.get_world_size(group)
         self.counters = Counters()
         self.waiting: tuple[str, float] | None = None
+        self.waits = 0
+        self.watchdog: Watchdog | None = None
         self.imagined = "fake" in str(dist.get_backend_config(group))
         self.sum = RankOrderSum(device)
 
@@ -103,6 +108,7 @@ class Communicator(ABC):
     def wait_for(self, wait: Callable[[], Any], what: str) -> None:
         """Run a blocking wait; a failure becomes one error that says what was awaited and what the causes are."""
         self.waiting = (what, time.monotonic())
+        self.waits += 1
         try:
             wait()
         except RuntimeError as error:
@@ -111,6 +117,12 @@ class Communicator(ABC):
             self.waiting = None
 
     def _explain(self, what: str, error: RuntimeError) -> str:
+        if self.watchdog is not None and self.watchdog.finding is not None:
+            return (
+                f"the ranks wait for each other: {self.watchdog.finding}. They made different calls, or took different "
+                "paths through the model; every rank must run the same modules in the same order (make the blocks that "
+                'differ one unit with zero_optimization.leaf_module) and call forward, backward, step, save and load alike'
+            )
         first_line = str(error).splitlines()[0][:300]
         return (
             f"rank {self.rank} of {self.world_size} waited for the {what} and another rank did not take part. Every rank must make "
@@ -120,5 +132,7 @@ class Communicator(ABC):
 
     def close(self) -> None:
         """Leave the group; collective in that every rank must do it sooner or later. Nothing may be in flight."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
         if dist.is_initialized():
             dist.destroy_process_group(self.group)

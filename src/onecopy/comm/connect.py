@@ -9,6 +9,7 @@ import torch.distributed as dist
 from onecopy.comm.collective import Collective
 from onecopy.comm.communicator import Communicator
 from onecopy.comm.point_to_point import LARGEST_WORLD, PointToPoint
+from onecopy.comm.watchdog import watchdog_for
 from onecopy.errors import CommunicationError
 
 
@@ -74,9 +75,11 @@ def connect(
 
     if point_to_point is None:
         point_to_point = device.type == "cpu" and len(ranks) <= LARGEST_WORLD
-    if point_to_point:
-        return PointToPoint(new_group(), device)
-    return Collective(new_group(), new_group(), device)
+    communicator = (
+        PointToPoint(new_group(), device) if point_to_point else Collective(new_group(), new_group(), device)
+    )
+    communicator.watchdog = watchdog_for(communicator, timeout_seconds)
+    return communicator
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
