@@ -5,7 +5,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
-export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
 .PHONY: help train test test-all lint clean
@@ -17,8 +16,22 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make clean     remove .venv and the runs"
 
+# The example's configuration is for fine-tuning a large model on GPUs. For a small one from random weights on a CPU it needs
+# a higher learning rate with a schedule, bf16 (fp16 has no fast CPU kernels), one micro-batch a step, and a lower threshold, or
+# all of its parameters would count as small and stay whole.
+STEPS ?= 1500
+TRAIN := --config examples/ds_config_zero3.json \
+  --set fp16.enabled=false --set bf16.enabled=true \
+  --set gradient_accumulation_steps=1 \
+  --set zero_optimization.stage3_param_persistence_threshold=1e4 \
+  --set optimizer.params.lr=0.003 \
+  --set scheduler.type=WarmupCosineLR --set scheduler.params.total_num_steps=$(STEPS) \
+  --set scheduler.params.warmup_num_steps=50 --set scheduler.params.warmup_type=linear \
+  --set scheduler.params.cos_min_ratio=0.1 \
+  --context 128 --steps $(STEPS) --evaluate-every 250 --evaluation-sequences 256
+
 train: $(VENV)/train.done
-	$(BIN)/onecopy train --nproc 2 --config examples/ds_config_zero3.json --preset shakespeare $(ARGS)
+	$(BIN)/onecopy train --nproc 2 $(TRAIN) --folder runs/shakespeare $(ARGS)
 
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest -m "not slow" --durations=10 $(ARGS)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from onecopy.errors import OneCopyError
 from onecopy.train.loop import Result, train
 from onecopy.train.settings import Settings
 from tests.worlds import World
@@ -31,8 +32,8 @@ def settings_for(folder: Path, stage: int = 3) -> Settings:
     return settings
 
 
-def run_once(settings: Settings) -> Result:
-    return train(settings)
+def run_once(settings: Settings, resume: bool = False) -> Result:
+    return train(settings, resume)
 
 
 def curve(folder: Path) -> list[float]:
@@ -61,6 +62,32 @@ def test_stages_and_world_sizes_give_one_curve(
     assert results[0].sample.startswith("1") and len(results[0].sample) == 11
 
 
+@pytest.mark.parametrize(("first", "second"), [((3, 2), (3, 2)), ((3, 2), (1, 3)), ((0, 1), (3, 2))])
+def test_a_resumed_run_goes_on_with_the_same_curve(
+    tmp_path: Path,
+    world: GetWorld,
+    alone: tuple[list[float], Result],
+    first: tuple[int, int],
+    second: tuple[int, int],
+) -> None:
+    half = settings_for(tmp_path, first[0])
+    half.steps = 4
+    world(first[1]).run(run_once, half)
+    whole = settings_for(tmp_path, second[0])
+    result = world(second[1]).run(run_once, whole, resume=True)[0]
+    assert curve(tmp_path) == pytest.approx(alone[0], rel=1e-4)
+    assert result.checkpoint.endswith("global_step8") and Path(result.checkpoint).is_dir()
+
+
+def test_resuming_without_a_checkpoint_or_further_steps_is_told(tmp_path: Path, world1: World) -> None:
+    settings = settings_for(tmp_path)
+    with pytest.raises(OneCopyError, match="there is no complete checkpoint in .*checkpoints"):
+        world1.run(run_once, settings, resume=True)
+    world1.run(run_once, settings)
+    with pytest.raises(OneCopyError, match="the run has made 8 steps already; give --steps more"):
+        world1.run(run_once, settings, resume=True)
+
+
 def onecopy_command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     source = str(Path(__file__).parents[2] / "src")
@@ -86,7 +113,11 @@ def test_the_command_starts_ranks_and_ends_with_a_sample(tmp_path: Path) -> None
         "generated text",
     ):
         assert part in done.stdout
-    assert (tmp_path / "runs" / "train" / "settings.json").exists()
+    (command,) = [line.split(":", 1)[1].split() for line in done.stdout.splitlines() if line.startswith("continue:")]
+    assert command[-6:] == ["--nproc", "2", "--resume", "runs/train", "--steps", "6"]
+    again = onecopy_command(*command[command.index("train") :], folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "continued at step 4" in again.stdout and "global_step6" in again.stdout
 
 
 def test_a_wrong_configuration_is_told_once_before_ranks_start(tmp_path: Path) -> None:

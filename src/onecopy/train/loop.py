@@ -31,7 +31,7 @@ class Result:
     training_loss: float
     validation_loss: float
     sample: str
-    checkpoint: str | None
+    checkpoint: str
 
 
 def train(settings: Settings, resume: bool = False) -> Result:
@@ -126,7 +126,8 @@ class Run:
                     checkpoint = self._save()
         sample = self.sample()
         seconds = time.perf_counter() - started
-        display.console.print(progress.summary(reading, first_loss, validation, seconds))
+        steps = settings.steps - first_step
+        display.console.print(progress.summary(reading, first_loss, validation, steps, seconds))
         display.console.print(progress.sample_panel(sample))
         self._say_how_to_continue(display, checkpoint)
         return Result(settings.steps, loss, validation, sample, checkpoint)
@@ -189,10 +190,8 @@ class Run:
             f"run in {settings.run}{continued}"
         )
 
-    def _save(self) -> str | None:
+    def _save(self) -> str:
         folder = self.settings.folder / "checkpoints"
-        if not hasattr(self.engine, "save_checkpoint"):
-            return None
         self.engine.save_checkpoint(str(folder))
         return str(folder / (folder / "latest").read_text().strip())
 
@@ -203,9 +202,7 @@ class Run:
             raise OneCopyError(f"there is no complete checkpoint in {folder}; start the run without --resume")
         return int(self.engine.global_steps)
 
-    def _say_how_to_continue(self, display: progress.Display, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
+    def _say_how_to_continue(self, display: progress.Display, checkpoint: str) -> None:
         program = ["onecopy"] if shutil.which("onecopy") else [_short(sys.executable), "-m", "onecopy"]
         beside = Path(sys.executable).with_name("onecopy")
         if not shutil.which("onecopy") and beside.exists():

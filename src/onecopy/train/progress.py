@@ -84,7 +84,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def show(self, reading: Reading) -> None:
         """Bring the bar up to a step; without a terminal, print some of the steps as lines."""
@@ -95,7 +95,7 @@ class Display:
             self._next_line += self._every
 
 
-def summary(reading: Reading, first_loss: float, validation_loss: float, seconds: float) -> Table:
+def summary(reading: Reading, first_loss: float, validation_loss: float, steps: int, seconds: float) -> Table:
     """The table a run ends with."""
     table = Table(title="one rank's memory and traffic", title_justify="left", show_header=False)
     for name, size in reading.memory.items():
@@ -105,7 +105,7 @@ def summary(reading: Reading, first_loss: float, validation_loss: float, seconds
     table.add_section()
     table.add_row("training loss", f"{first_loss:.4f} at the start, {reading.loss:.4f} at the end")
     table.add_row("validation loss", f"{validation_loss:.4f}")
-    table.add_row("time", f"{seconds:.0f} s for {reading.step} steps")
+    table.add_row("time", f"{seconds:.0f} s for {steps} steps")
     return table
 
 
