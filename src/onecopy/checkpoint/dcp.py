@@ -25,7 +25,8 @@ def metadata_bytes(tensors: dict[str, TensorEntry], model: dict[str, ModelEntry]
     """The pickled metadata. Tied weights are listed under every name; their data is there once."""
     shared = {f"model.{name}": [f"model.{alias}" for alias in entry.aliases] for name, entry in model.items()}
     described, stored, paths = {}, {}, {}
-    for key, entry in tensors.items():
+    for key, given in tensors.items():
+        entry = _each_once(given)
         for name in (key, *shared.get(key, ())):
             described[name] = TensorStorageMetadata(
                 TensorProperties(dtype=entry.dtype),
@@ -43,6 +44,14 @@ def metadata_bytes(tensors: dict[str, TensorEntry], model: dict[str, ModelEntry]
                     chunk.file, chunk.position - len(head), length
                 )
     return pickle.dumps(Metadata(described, planner_data=paths, storage_data=stored, version=CURRENT_DCP_VERSION))
+
+
+def _each_once(entry: TensorEntry) -> TensorEntry:
+    """Without the copies that nodes which share no folder write of what every rank holds; the first is this node's."""
+    chunks: dict[int, Chunk] = {}
+    for chunk in entry.chunks:
+        chunks.setdefault(chunk.start, chunk)
+    return TensorEntry(entry.dtype, entry.shape, list(chunks.values()))
 
 
 def _path(key: str) -> tuple[str, ...]:

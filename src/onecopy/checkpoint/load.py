@@ -61,7 +61,7 @@ class Loader:
             options = _options(home, asked)
         except CheckpointError as error:
             problem = str(error)
-        found = [[path.name, manifest.saved_at] for path, manifest in options]
+        found = [[path.name, manifest.identity] for path, manifest in options]
         arrivals = meeting.arrive({"problem": problem, "found": found})
         self.count += 1
         if self._previous is not None:
@@ -195,7 +195,10 @@ def _options(home: Path, asked: str | None) -> list[tuple[Path, Manifest]]:
                 f"{home / asked} holds no complete checkpoint (it has no manifest); {folder.describe_tags(home)}"
             )
         raise CheckpointError(f"there is no checkpoint '{asked}' in {home}; {folder.describe_tags(home)}")
-    return [(path, Manifest.read(path))]
+    try:
+        return [(path, Manifest.read(path))]
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {folder.describe_tags(home)}") from error
 
 
 def _own_state(reader: RangeReader, rank: int) -> dict[str, Any] | None:

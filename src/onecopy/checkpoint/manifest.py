@@ -90,9 +90,10 @@ class ModelEntry:
 
 @dataclass
 class Manifest:
-    """See the module; `saved_at` is in nanoseconds since 1970.
+    """See the module; `saved_at` is in nanoseconds since 1970 by the leader's clock.
 
     Attributes:
+        identity: a text that no other save has, the same on all nodes.
         model: by name, in the model's order.
         tensors: by key: "model.NAME" (fp32 masters of what is trained), "optimizer.state.NAME.KEY".
         values: state of parameters that is no tensor, by the same kind of key.
@@ -101,6 +102,7 @@ class Manifest:
     """
 
     tag: str
+    identity: str
     saved_at: int
     world_size: int
     stage: int
@@ -220,7 +222,7 @@ class Manifest:
 
 
 _PLAIN = (
-    "tag", "saved_at", "world_size", "stage", "precision", "global_steps", "global_samples", "moves_latest", "versions",
+    "tag", "identity", "saved_at", "world_size", "stage", "precision", "global_steps", "global_samples", "moves_latest", "versions",
     "values", "numbers",
 )  # fmt: skip
 

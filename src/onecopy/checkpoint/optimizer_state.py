@@ -75,10 +75,17 @@ def restore_states(engine: Engine, reader: RangeReader) -> None:
     keys = reader.manifest.state_keys()
     if not keys and reader.manifest.global_steps:
         warn("the checkpoint holds no optimizer state; the optimizer starts anew")
-    numbers = {name: _numbers(reader, states) for name, states in keys.items()}
+    here = {
+        place.name
+        for run in engine.masters.runs
+        for place in run.flat.layout.ranges
+        if place.overlap(run.start, run.stop)
+    }
+    numbers = {name: _numbers(reader, states) for name, states in keys.items() if name in here}
     optimizer.state.clear()
     for flat in flat_buffers(engine):
-        if flat.trainable and len({repr(sorted(numbers.get(name, {}).items())) for name in flat.names}) > 1:
+        kinds = {repr(sorted(numbers.get(name, {}).items())) for name in flat.names if name in here}
+        if flat.trainable and len(kinds) > 1:
             engine.masters._separate(set(flat.names))
     for run in engine.masters.runs:
         state = _state_of(run, keys, numbers, reader)

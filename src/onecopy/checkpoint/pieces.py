@@ -86,8 +86,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def model_pieces(engine: Engine, masters: bool = True) -> Iterator[Piece]:
-    """This rank's pieces of weights and buffers: masters where there are any, the weights themselves elsewhere."""
+def model_pieces(engine: Engine, members: list[int] | None = None) -> Iterator[Piece]:
+    """This rank's pieces of weights and buffers: masters where there are any, the weights themselves elsewhere.
+
+    What every rank holds whole is dealt out over `members`: the ranks that share this one's folder, default all.
+    """
+    members = members or list(range(engine.communicator.world_size))
     for flat in flat_buffers(engine):
         source = flat.master if flat.master is not None else flat.shard
         assert source is not None
@@ -96,29 +100,29 @@ def model_pieces(engine: Engine, masters: bool = True) -> Iterator[Piece]:
             local = place.start + low - flat.own.start
             yield Piece(f"model.{place.name}", place.shape, low, own[local : local + high - low])
     tensors = plain_tensors(engine)
-    for name in dealt_to(
-        engine.communicator.rank, engine.communicator.world_size, {n: t.nbytes for n, t in tensors.items()}
-    ):
+    place = members.index(engine.communicator.rank)
+    for name in dealt_to(place, len(members), {name: tensor.nbytes for name, tensor in tensors.items()}):
         yield Piece(f"model.{name}", tuple(tensors[name].shape), 0, tensors[name].detach().contiguous().reshape(-1))
 
 
-def dealt_to(rank: int, world_size: int, sizes: dict[str, int]) -> list[str]:
-    """Which of the names `rank` takes care of, so that bytes are even over the ranks; the same deal on every rank."""
-    load = [0] * world_size
+def dealt_to(place: int, count: int, sizes: dict[str, int]) -> list[str]:
+    """Which of the names the rank at `place` of `count` takes care of, so that bytes are even over the ranks; the same deal on every rank."""
+    load = [0] * count
     mine = []
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         least = load.index(min(load))
         load[least] += size + 1
-        if least == rank:
+        if least == place:
             mine.append(name)
     return mine
 
 
 # ------------------------------------------------------------------------------------------------------- the optimizer
-def optimizer_pieces(engine: Engine) -> tuple[list[Piece], dict[str, Any], list[str]]:
+def optimizer_pieces(engine: Engine, everybody: bool = False) -> tuple[list[Piece], dict[str, Any], list[str]]:
     """This rank's pieces of the optimizer's state by parameter name, state that is no tensor, and the names of numbers.
 
-    A state that is one number for a parameter (its step count) is given by the rank that owns the parameter's first element.
+    A state that is one number for a parameter (its step count) is given by the rank that owns the parameter's first element;
+    with `everybody` by each rank that owns some, for folders that are not shared.
     """
     pieces: list[Piece] = []
     values: dict[str, Any] = {}
@@ -136,7 +140,7 @@ def optimizer_pieces(engine: Engine) -> tuple[list[Piece], dict[str, Any], list[
                     if is_elementwise(value, run):
                         part = value.detach()[start - run.start : stop - run.start]
                         pieces.append(Piece(name, place.shape, start - place.start, part))
-                    elif start == place.start:
+                    elif start == place.start or (everybody and start == place.start + low):
                         numbers.add(key)
                         if isinstance(value, torch.Tensor):
                             pieces.append(Piece(name, (), 0, _one_number(value, key).reshape(1)))

@@ -63,13 +63,21 @@ class RangeReader:
 
     def _chunk_at(self, key: str, position: int) -> Chunk:
         if key not in self._sorted:
-            chunks = sorted(self.manifest.tensors[key].chunks, key=lambda chunk: chunk.start)
+            chunks = self._readable(self.manifest.tensors[key].chunks)
             self._sorted[key] = ([chunk.start for chunk in chunks], chunks)
         starts, chunks = self._sorted[key]
         index = bisect_right(starts, position) - 1
         if index < 0 or position >= chunks[index].start + chunks[index].numel:
             raise CheckpointError(f"{self.folder} lacks element {position} of '{key}'")
         return chunks[index]
+
+    def _readable(self, chunks: list[Chunk]) -> list[Chunk]:
+        """In order, each start once: nodes that share no folder each wrote some, and the one that is here is taken."""
+        by_start: dict[int, Chunk] = {}
+        for chunk in chunks:
+            if chunk.start not in by_start or not (self.folder / by_start[chunk.start].file).exists():
+                by_start[chunk.start] = chunk
+        return [by_start[start] for start in sorted(by_start)]
 
     def _copy(self, entry: TensorEntry, chunk: Chunk, start: int, out: torch.Tensor) -> None:
         size = entry.dtype.itemsize

@@ -143,11 +143,12 @@ class Saver:
         temporary, members = make_temporary(
             meeting, directory, tag_text, engine.configuration.checkpoint.use_node_local_storage
         )
-        pieces = list(model_pieces(engine))
-        states, values, numbers = optimizer_pieces(engine)
+        pieces = list(model_pieces(engine, members))
+        states, values, numbers = optimizer_pieces(engine, everybody=len(members) < communicator.world_size)
         zero = engine.configuration
         precision = "fp16" if zero.fp16.enabled else "bf16" if zero.bf16.enabled else "fp32"
         head = {
+            "identity": temporary,
             "world_size": communicator.world_size,
             "stage": zero.zero.stage,
             "precision": precision,
@@ -200,7 +201,7 @@ def make_temporary(meeting: Meeting, directory: Path, tag: str, per_node: bool) 
     path = directory / name
     if per_node and meeting.rank:
         problem = _made(directory, name)
-    deadline = time.monotonic() + min(30.0, meeting.timeout)
+    deadline = time.monotonic() + min(30.0, meeting.timeout / 2)
     while not problem and not path.is_dir():  # a network file system may show a new folder late
         if time.monotonic() > deadline:
             problem = (
@@ -287,8 +288,9 @@ def _lead(job: Job, written: Written) -> str:
         for rank, answer in enumerate(answers):
             if answer["problem"]:
                 raise CheckpointError(f"rank {rank}: {answer['problem']}")
+        for rank in sorted(range(len(answers)), key=lambda rank: rank not in job.members):
             if rank != job.meeting.rank:
-                written.take_in(answer["written"])
+                written.take_in(answers[rank]["written"])
         complete(job, written)
         if job.moves_latest:
             folder.write_latest(job.directory, job.tag)

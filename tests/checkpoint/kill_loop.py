@@ -1,0 +1,104 @@
+"""Two ranks train and save at every step; they are killed at random moments and started again, and must lose nothing.
+
+Run as a program: `kill_loop.py FOLDER ROUNDS SEED`. A round loads the newest complete checkpoint and compares every loss
+with the uninterrupted run's, to the bit. Ranks are forked, so that a round costs no import.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
+
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint import small
+
+
+def rank_main(rank: int, port: int, folder: Path, reference: list[float] | None, ready: int, limit: int) -> list[float]:
+    """Train from the newest checkpoint on; with a reference, compare. Returns the losses."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    engine = small.make_engine(3, checkpoint={"keep_last": 2}, onecopy={"timeout_seconds": 20})
+    losses: list[float] = []
+    if reference is not None:
+        engine.load_checkpoint(folder)
+        print(f"rank {rank} from step {engine.global_steps}", flush=True)
+        os.write(ready, b"x")
+    while engine.global_steps < limit:
+        step = engine.global_steps
+        (loss,) = small.train(engine, step, step + 1)
+        losses.append(loss)
+        if reference is not None:
+            assert loss == reference[step], f"step {step}: {loss} instead of {reference[step]}"
+            engine.save_checkpoint(folder)
+    return losses
+
+
+def fork_ranks(folder: Path, reference: list[float] | None, limit: int) -> tuple[list[int], int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    reading, writing = os.pipe()
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                losses = rank_main(rank, port, folder, reference, writing, limit)
+                if rank == 0 and reference is None:
+                    torch.save(losses, folder / "reference.pt")
+                os._exit(0)
+            except AssertionError as error:
+                print(f"WRONG: {error}", flush=True)
+                os._exit(3)
+            except BaseException as error:
+                print(f"rank {rank}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                os._exit(1)
+        children.append(child)
+    os.close(writing)
+    return children, reading
+
+
+def main() -> int:
+    folder, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    draw = random.Random(seed)
+    children, reading = fork_ranks(folder, None, 3 * rounds)
+    assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+    os.close(reading)
+    reference = torch.load(folder / "reference.pt")
+    run = folder / "run"
+    for number in range(rounds):
+        children, reading = fork_ranks(run, reference, 3 * rounds)
+        for _ in range(2):
+            if os.read(reading, 1) != b"x":
+                print(f"WRONG: round {number}: a rank did not load")
+                return 3
+        os.close(reading)
+        time.sleep(draw.uniform(0.0, 0.3))
+        only_one = draw.random() < 0.3
+        victims = [draw.choice(children)] if only_one else children
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+        if only_one:
+            time.sleep(draw.uniform(0.0, 0.2))
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if 3 in codes:
+            return 3
+    print(f"{rounds} rounds; reached {sorted(path.name for path in run.iterdir() if not path.name.startswith('.'))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,363 @@
+"""What goes wrong around a save or a load, each injected: the newest complete checkpoint loads, or one error says why not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onecopy.checkpoint import folder as folders
+from onecopy.checkpoint.manifest import Manifest
+from onecopy.errors import CheckpointError
+from tests.checkpoint import small
+
+
+def save_each_step(directory: str | Path, stage: int, steps: int, **options: Any) -> list[float]:
+    """Train and save after every step; the losses of the steps and of two more."""
+    engine = small.make_engine(stage, **options)
+    losses = []
+    for step in range(steps):
+        losses += small.train(engine, step, step + 1)
+        engine.save_checkpoint(directory)
+    losses += small.train(engine, steps, steps + 2)
+    engine.destroy()
+    return losses
+
+
+def load_newest(directory: str | Path, stage: int, tag: Any = None, **options: Any) -> tuple[str | None, list[float]]:
+    engine = small.make_engine(stage, seed=5, **options)
+    try:
+        path, _ = engine.load_checkpoint(directory, tag)
+        return path and Path(path).name, small.train(engine, engine.global_steps, engine.global_steps + 2)
+    finally:
+        engine.destroy()
+
+
+@pytest.fixture
+def two(world1, tmp_path: Path) -> tuple[Path, list[float]]:
+    """A folder with checkpoints of steps 1 and 2, and the losses of four steps."""
+    (losses,) = world1.run(save_each_step, tmp_path, 2, 2)
+    return tmp_path, losses
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def flip_the_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, flip_the_last_bit, Path.unlink])
+@pytest.mark.parametrize("file", ["__0_0.distcp", "state.pt", "rank_00000.pt", "manifest.json", ".metadata"])
+def test_damage_is_found_and_the_one_before_loads(world1, two: Any, capfd: Any, damage: Any, file: str) -> None:
+    directory, losses = two
+    damage(directory / "global_step2" / file)
+    ((loaded, continued),) = world1.run(load_newest, directory, 2)
+    assert loaded == "global_step1"
+    assert continued == losses[1:3]
+    with pytest.raises(CheckpointError, match=r"global_step2.*complete tags.*global_step1"):
+        world1.run(load_newest, directory, 2, "global_step2")
+
+
+def test_every_byte_counts(two: Any) -> None:
+    directory, _ = two
+    path = directory / "global_step2"
+    manifest = Manifest.read(path)
+    assert manifest.problems(path) == []
+    data = (path / "__0_0.distcp").read_bytes()
+    for position in range(0, len(data), 997):
+        changed = bytearray(data)
+        changed[position] ^= 16
+        (path / "__0_0.distcp").write_bytes(changed)
+        assert len(manifest.problems(path, ["__0_0.distcp"])) == 1, position
+
+
+def test_missing_tags(world1, two: Any, tmp_path: Path) -> None:
+    directory, _ = two
+    (directory / "half").mkdir()
+    with pytest.raises(
+        CheckpointError,
+        match=r"there is no checkpoint 'step9'.*complete tags in .*: global_step1, global_step2; without manifest: half",
+    ):
+        world1.run(load_newest, directory, 2, "step9")
+    with pytest.raises(CheckpointError, match="has no manifest"):
+        world1.run(load_newest, directory, 2, "half")
+    empty = tmp_path / "nothing here"
+    assert world1.run(load_newest, empty, 2)[0][0] is None
+    with pytest.raises(CheckpointError, match="does not exist"):
+        world1.run(load_newest, empty, 2, "latest")
+
+
+def test_latest_is_followed_repaired_and_overtaken(world1, two: Any) -> None:
+    directory, losses = two
+    folders.write_latest(directory, "global_step1")  # somebody goes back on purpose
+    assert world1.run(load_newest, directory, 2)[0] == ("global_step1", losses[1:3])
+    os.utime(directory / "latest", ns=(0, 0))  # a crash came between the rename and `latest`
+    assert world1.run(load_newest, directory, 2)[0][0] == "global_step2"
+    (directory / "latest").unlink()
+    assert world1.run(load_newest, directory, 2, "latest")[0][0] == "global_step2"
+    (directory / "latest").write_text("gone")
+    assert world1.run(load_newest, directory, 2)[0][0] == "global_step2"
+
+
+def save_on_one_rank(directory: str, flag: str) -> tuple[str, float]:
+    engine = small.make_engine(3, onecopy={"timeout_seconds": 2})
+    small.train(engine, 0, 1)
+    message, seconds = "", 0.0
+    if torch.distributed.get_rank() == 0:
+        started = time.monotonic()
+        try:
+            engine.save_checkpoint(directory)
+        except CheckpointError as error:
+            message = str(error)
+        seconds = time.monotonic() - started
+        Path(flag).touch()
+    while not Path(flag).exists():
+        time.sleep(0.02)
+    engine.save_checkpoint(directory, "together")  # the ranks are in step again
+    engine.destroy()
+    return message, seconds
+
+
+def test_save_on_one_rank_only_is_named(world2, tmp_path: Path) -> None:
+    (message, seconds), _ = world2.run(save_on_one_rank, str(tmp_path / "run"), str(tmp_path / "flag"))
+    assert "save_checkpoint was called by rank 0 and not by 1" in message and "if rank == 0" in message
+    assert seconds < 8
+    assert sorted(folders.tags(tmp_path / "run")) == ["together"]
+
+
+def save_with_client_state(directory: str, client_state: Any) -> Any:
+    engine = small.make_engine(1)
+    try:
+        engine.save_checkpoint(directory, "one", client_state)
+        return engine.load_checkpoint(directory, "one")[1]
+    finally:
+        engine.destroy()
+
+
+def test_client_state(world1, tmp_path: Path) -> None:
+    import numpy
+
+    given = {"epoch": 3, "best": numpy.float64(1.5), "nested": {"t": torch.arange(3), "x": (1, [2.0])}}
+    (back,) = world1.run(save_with_client_state, str(tmp_path), given)
+    assert back["best"] == 1.5 and type(back["best"]) is float and back["nested"]["x"] == (1, [2.0])
+    assert torch.equal(back["nested"]["t"], torch.arange(3)) and set(back) == set(given)
+    with pytest.raises(CheckpointError, match=r"'module', 'optimizer', which the engine's own state has"):
+        world1.run(save_with_client_state, str(tmp_path / "refused"), {"module": 1, "optimizer": 2})
+    with pytest.raises(CheckpointError, match=r"client_state\['args'\] is a argparse.Namespace.*vars"):
+        import argparse
+
+        world1.run(save_with_client_state, str(tmp_path / "refused"), {"args": argparse.Namespace(x=1)})
+    assert not (tmp_path / "refused").exists()
+
+
+def save_with_tag(directory: str, tag: Any) -> None:
+    engine = small.make_engine(1)
+    try:
+        engine.save_checkpoint(directory, tag)
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("tag", ["", "a/b", "..", "latest", ".hidden", "x" * 300])
+def test_bad_tags(world1, tmp_path: Path, tag: str) -> None:
+    with pytest.raises(CheckpointError, match="tag"):
+        world1.run(save_with_tag, str(tmp_path / "run"), tag)
+    assert not (tmp_path / "run").exists()
+
+
+def relative(directory: str) -> list[str]:
+    os.chdir(directory)
+    engine = small.make_engine(2)
+    engine.save_checkpoint("a run/ünïcode ✓", tag=7)
+    engine.save_checkpoint(Path("a run") / "again")
+    engine.save_checkpoint("link", tag="through the link")
+    found = [engine.load_checkpoint("./a run/ünïcode ✓/", 7)[0], engine.load_checkpoint(Path("a run/again"))[0]]
+    found += [engine.load_checkpoint("link")[0], engine.load_checkpoint("link/through the link")[0]]
+    engine.destroy()
+    return [os.path.relpath(path) for path in found]
+
+
+def test_paths_of_all_kinds(world2, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    for found in world2.run(relative, str(tmp_path)):
+        assert found == [
+            "a run/ünïcode ✓/7",
+            "a run/again/global_step0",
+            "link/through the link",
+            "link/through the link",
+        ]
+    assert (tmp_path / "elsewhere" / "through the link" / "manifest.json").is_file()
+
+
+def save_into(directory: str, fail_on: int | None = None, error: int = 28) -> str:
+    """Save; rank `fail_on` meets an error of the system at its third write."""
+    import onecopy.checkpoint.writer as writer
+
+    engine = small.make_engine(3)
+    small.train(engine, 0, 1)
+    write_all, calls = writer.write_all, [0]
+
+    def failing(descriptor: int, parts: list[Any]) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise OSError(error, os.strerror(error))
+        write_all(descriptor, parts)
+
+    if torch.distributed.get_rank() == fail_on:
+        writer.write_all = failing
+    try:
+        engine.save_checkpoint(directory)
+        return "saved"
+    except CheckpointError as problem:
+        return str(problem)
+    finally:
+        writer.write_all = write_all
+        engine.destroy()
+
+
+def test_full_disk_on_one_rank_is_said_on_all(world2, tmp_path: Path) -> None:
+    assert world2.run(save_into, str(tmp_path)) == ["saved", "saved"]
+    before = sorted(os.listdir(tmp_path))
+    os.rename(tmp_path / "global_step1", tmp_path / "first")
+    for message in world2.run(save_into, str(tmp_path), 1):
+        assert "rank 1" in message and "No space left on device" in message and "complete tags" in message
+    assert sorted(os.listdir(tmp_path)) == ["first", "latest"] and before == ["global_step1", "latest"]
+
+
+def test_a_folder_that_cannot_be_made(world2, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for message in world2.run(save_into, str(tmp_path / "file" / "run")):
+        assert "cannot be" in message and "Not a directory" in message
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_read_only_directory(world2, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o555)
+    for message in world2.run(save_into, str(tmp_path / "run")):
+        assert "cannot be written to" in message and "Permission denied" in message
+
+
+def test_no_permission_as_the_system_says_it(world2, tmp_path: Path) -> None:
+    for message in world2.run(save_into, str(tmp_path), 0, 13):
+        assert "rank 0" in message and "Permission denied" in message
+
+
+def different_tags(directory: str, validation: str) -> str:
+    engine = small.make_engine(2, checkpoint={"tag_validation": validation})
+    try:
+        engine.save_checkpoint(directory, f"tag{torch.distributed.get_rank()}")
+        return "saved"
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+
+
+def test_tags_that_differ_between_ranks(world2, tmp_path: Path) -> None:
+    assert all(
+        "rank 0: 'tag0', rank 1: 'tag1'" in message for message in world2.run(different_tags, str(tmp_path), "Fail")
+    )
+    assert world2.run(different_tags, str(tmp_path), "Warn") == ["saved", "saved"]
+    assert sorted(folders.tags(tmp_path)) == ["tag0"]
+
+
+def keep_two(directory: str) -> None:
+    engine = small.make_engine(2, checkpoint={"keep_last": 2})
+    Path(directory, "notes").mkdir(parents=True, exist_ok=True)
+    for step in range(4):
+        engine.save_checkpoint(directory, f"s{step}")
+    engine.save_checkpoint(directory, "s3")  # the same tag again
+    engine.save_checkpoint(directory, "best", save_latest=False)
+    engine.save_checkpoint(directory, "better", save_latest=False)
+    engine.destroy()
+
+
+def test_retention_and_saving_a_tag_again(world2, tmp_path: Path) -> None:
+    world2.run(keep_two, str(tmp_path))
+    assert (tmp_path / "latest").read_text() == "s3"
+    assert sorted(os.listdir(tmp_path)) == ["best", "better", "latest", "notes", "s3"]
+    assert all(Manifest.read(path).problems(path) == [] for path in folders.tags(tmp_path).values())
+
+
+def two_jobs(directory: str) -> list[str]:
+    """Each rank is a job of its own, saving the same tag into the same folder."""
+    import onecopy
+
+    alone = [torch.distributed.new_group([rank]) for rank in range(2)][torch.distributed.get_rank()]
+
+    class Alone:
+        def get_data_parallel_group(self) -> Any:
+            return alone
+
+    engine = onecopy.initialize(model=small.make_model(), config=small.config(2), mpu=Alone())[0]
+    for step in range(6):
+        engine.save_checkpoint(directory, f"s{step % 3}")
+    engine.destroy()
+    return sorted(os.listdir(directory))
+
+
+def test_two_jobs_in_one_folder(world2, tmp_path: Path) -> None:
+    world2.run(two_jobs, str(tmp_path), stray_groups=True)
+    paths = folders.tags(tmp_path)
+    assert sorted(paths) == ["s0", "s1", "s2"]
+    assert all(Manifest.read(path).problems(path) == [] for path in paths.values())
+
+
+def on_two_nodes(directory: str, local: bool, tag: Any = None) -> Any:
+    """Ranks 0, 1 and ranks 2, 3 each see a folder of their own."""
+    rank = torch.distributed.get_rank()
+    engine = small.make_engine(3, checkpoint={"use_node_local_storage": local}, onecopy={"timeout_seconds": 4})
+    here = os.path.join(directory, f"node{rank // 2}")
+    try:
+        if tag is None:
+            small.train(engine, 0, 2)
+            engine.save_checkpoint(here)
+        else:
+            engine.load_checkpoint(here, tag)
+        return small.train(engine, 2, 4)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+
+
+def test_nodes_that_share_no_folder(world4, tmp_path: Path) -> None:
+    for message in world4.run(on_two_nodes, str(tmp_path), False):
+        assert "does not see the folder" in message and "use_node_local_storage" in message
+    saved = world4.run(on_two_nodes, str(tmp_path), True)
+    assert sorted(p.name for p in (tmp_path / "node1" / "global_step2").glob("*.distcp")) == [
+        "__2_0.distcp",
+        "__3_0.distcp",
+    ]
+    assert world4.run(on_two_nodes, str(tmp_path), True, "global_step2") == saved
+    (tmp_path / "node1" / "global_step2" / "__3_0.distcp").unlink()
+    for message in world4.run(on_two_nodes, str(tmp_path), True, "global_step2"):
+        assert "__3_0.distcp (written by rank 3" in message and "missing" in message
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_at_any_moment(tmp_path: Path, rounds: int) -> None:
+    program = Path(__file__).with_name("kill_loop.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), str(rounds), "1"],
+        capture_output=True, text=True, timeout=60 + 20 * rounds, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{rounds} rounds" in done.stdout
