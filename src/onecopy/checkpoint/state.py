@@ -13,6 +13,7 @@ import numpy
 import torch
 
 from onecopy.checkpoint.pieces import optimizer_groups
+from onecopy.engine.dataloader import ShardedDataLoader
 from onecopy.errors import CheckpointError
 from onecopy.observe.log import log_once, warn
 
@@ -140,6 +141,8 @@ def _data_position(engine: Engine) -> Any:
     loader = engine.training_dataloader
     if loader is None or not hasattr(loader, "state_dict"):
         return None
+    if isinstance(loader, ShardedDataLoader):  # a window's batches that no step has used are taken again
+        return plain(loader.state_dict(unused_batches=engine.runtime.micro_batches), "the data loader's state_dict()")
     return plain(loader.state_dict(), "the data loader's state_dict()")
 
 
