@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 from onecopy.errors import OneCopyError
 from onecopy.train.loop import Result, train
 from onecopy.train.settings import Settings
+from tests.commands import run_python
 from tests.worlds import World
 
 GetWorld = Callable[[int], World]
@@ -89,13 +88,7 @@ def test_resuming_without_a_checkpoint_or_further_steps_is_told(tmp_path: Path, 
 
 
 def onecopy_command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    source = str(Path(__file__).parents[2] / "src")
-    environment["PYTHONPATH"] = os.pathsep.join([source, environment.get("PYTHONPATH", "")])
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        environment.pop(name, None)
-    command = [sys.executable, "-m", "onecopy", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return run_python("-m", "onecopy", *words, folder=folder, timeout=120)
 
 
 SMALL = ["--context", "16", "--layers", "2", "--heads", "2", "--width", "32", "--steps", "4", "--sample", "5"]

@@ -1,0 +1,24 @@
+"""The shipped example, run as its first lines say."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.commands import ROOT, run_python
+
+
+def test_the_tutorial_loop_runs_with_only_the_import_changed() -> None:
+    pytest.importorskip("transformers")
+    assert "import onecopy as deepspeed" in (ROOT / "examples" / "train_zero3.py").read_text()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = run_python(*launcher, "examples/train_zero3.py", "--steps", "81")
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"micro-batch +(\d+)  loss ([\d.]+)  learning rate ([\d.e+-]+)", done.stdout)
+    assert [int(step) for step, _, _ in lines] == [0, 40, 80]
+    losses = [float(loss) for _, loss, _ in lines]
+    assert losses[2] < losses[0] < 5.7  # ln(256) = 5.55 for random weights
+    assert float(lines[1][2]) > 0  # the schedule moves the optimizer's learning rate
+    # The loop steps after 1, 9, 17, ... micro-batches; the first of these windows had just begun.
+    assert "10 optimizer steps" in done.stdout
