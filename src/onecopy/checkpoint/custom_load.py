@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from onecopy.checkpoint.manifest import dtype_of
 from onecopy.checkpoint.pieces import flat_buffers
@@ -28,13 +29,27 @@ def whole_state_dict(reader: RangeReader) -> dict[str, torch.Tensor]:
     return found
 
 
+def load_whole_weights(
+    engine: Engine, source: dict[str, torch.Tensor], strict: bool = True, function: Callable[..., Any] | None = None
+) -> None:
+    """Load a dictionary of whole weights into the engine's module, as `load_state_dict` or the user's function does.
+
+    Collective. A dictionary that does not fit raises what `load_state_dict` raises.
+    """
+
+    def load(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        dst.load_state_dict(src, strict=strict)
+
+    engine._clear_window()
+    call_custom_load(engine, source, function or load)
+
+
 @torch.no_grad()
-def call_custom_load(engine: Engine, reader: RangeReader, function: Callable[..., Any]) -> None:
+def call_custom_load(engine: Engine, source: dict[str, torch.Tensor], function: Callable[..., Any]) -> None:
     """Gather all weights, let the function change the module, and take the weights back into masters and shards.
 
     Collective. Needs room for the whole model once on every rank, in fp32 where it is trained.
     """
-    source = whole_state_dict(reader)
     for unit in engine.units:
         unit.finish_refresh()
     wholes = []

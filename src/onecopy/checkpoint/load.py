@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onecopy.checkpoint import folder, optimizer_state, random_state, state
-from onecopy.checkpoint.custom_load import call_custom_load
+from onecopy.checkpoint.custom_load import call_custom_load, whole_state_dict
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.meeting import Meeting
 from onecopy.checkpoint.pieces import flat_buffers, model_entries, plain_tensors
@@ -152,7 +152,7 @@ class Loader:
             read_weights(engine, reader)
             _restore_extra_states(engine, common["extra_state"])
         else:
-            call_custom_load(engine, reader, wanted.custom_load)
+            call_custom_load(engine, whole_state_dict(reader), wanted.custom_load)
         if wanted.module_only:
             return dict(common["client_state"])
         if everything and engine.basic_optimizer is not None:

@@ -158,7 +158,7 @@ class Saver:
         own = state.to_bytes({"random": random_state.random_state(engine.device)})
         return Job(
             meeting, directory, tag_text, temporary, members, pieces + states, values, numbers, common, own, model_entries(engine), head,
-            save_latest, zero.checkpoint.keep_last, _companions(engine),
+            save_latest, zero.checkpoint.keep_last, companions(engine),
         )  # fmt: skip
 
     def _agreed_tag(self, asked: list[str]) -> str:
@@ -339,7 +339,7 @@ def _cause(error: Exception, path: Path) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _companions(engine: Engine) -> dict[str, bytes]:
+def companions(engine: Engine) -> dict[str, bytes]:
     """Files that others need beside the weights: a transformers model's configuration."""
     config = getattr(engine.module, "config", None)
     if config is None or not hasattr(config, "to_json_string"):

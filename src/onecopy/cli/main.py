@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from onecopy.errors import OneCopyError
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = next((word for word in words if not word.startswith("-")), None)
     arguments = _parser(verb).parse_args(words)
     try:
-        code: int = importlib.import_module(f"onecopy.cli.{arguments.verb}").run(arguments)
+        code: int = _module(arguments.verb).run(arguments)
         return code
     except OneCopyError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -42,8 +43,12 @@ def verbs() -> dict[str, str]:
         if path.name != Path(__file__).name:
             text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             sentence = re.sub(r"^`[^`]*`:\s*", "", text.split("\n\n")[0].replace("\n", " "))
-            found[path.stem] = sentence.rstrip(".")
+            found[path.stem.replace("_", "-")] = sentence.rstrip(".")
     return found
+
+
+def _module(verb: str) -> ModuleType:
+    return importlib.import_module(f"onecopy.cli.{verb.replace('-', '_')}")
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
@@ -55,7 +60,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     for verb, sentence in verbs().items():
         one = parsers.add_parser(verb, help=sentence, description=sentence[:1].upper() + sentence[1:] + ".")
         if verb == chosen:
-            importlib.import_module(f"onecopy.cli.{verb}").add_arguments(one)
+            _module(verb).add_arguments(one)
     return parser
 
 

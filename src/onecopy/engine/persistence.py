@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    import torch
+
+    from onecopy.checkpoint.export import Exporter
     from onecopy.checkpoint.load import Loader
     from onecopy.checkpoint.save import Saver
     from onecopy.engine.engine import Engine
@@ -19,6 +22,7 @@ class Persistence:
 
     _saver: Saver | None = None
     _loader: Loader | None = None
+    _exporter: Exporter | None = None
 
     def save_checkpoint(
         self,
@@ -94,3 +98,62 @@ class Persistence:
         if self._saver is None:
             self._saver = Saver(cast("Engine", self))
         return self._saver
+
+    # --------------------------------------------------------------------------------------------------------- weights
+    def save_16bit_model(
+        self, save_dir: Folder, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights in the dtype they are computed in, every rank its ranges; no rank holds the whole model.
+
+        A name that ends in ".safetensors" (or `checkpoint.export_format: "safetensors"`) writes safetensors, above 5 GB in
+        shards with an index.
+
+        Returns:
+            True; False, with nothing written, at stage 3 without `stage3_gather_16bit_weights_on_model_save`.
+
+        Raises:
+            CheckpointError: on every rank, when files cannot be written, or when a rank did not call.
+        """
+        from onecopy.checkpoint.export import Exporter
+
+        if self._exporter is None:
+            self._exporter = Exporter(cast("Engine", self))
+        return self._exporter.save_16bit(save_dir, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir: Folder, save_filename: str = "pytorch_model.bin") -> bool:
+        """The old name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """All weights in the dtype they are computed in, on rank 0's host; None on the other ranks."""
+        from onecopy.checkpoint.export import consolidated
+
+        return consolidated(cast("Engine", self), exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """As `_consolidated_16bit_state_dict`, at stage 3 only. Raises ValueError at other stages."""
+        stage = cast("Engine", self).zero_optimization_stage()
+        if stage != 3:
+            raise ValueError(f"this function requires ZeRO-3 mode; zero_optimization.stage is {stage}")
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load `checkpoint["module"]` (or `checkpoint` itself), a dictionary of whole weights, at any stage.
+
+        Every rank gives the dictionary and takes its own part of it; masters follow. `fetch_z3_params` is accepted and
+        changes nothing.
+        """
+        from onecopy.checkpoint.custom_load import load_whole_weights
+
+        module = checkpoint.get("module", checkpoint)
+        load_whole_weights(
+            cast("Engine", self), module if isinstance(module, dict) else checkpoint, strict, custom_load_fn
+        )
