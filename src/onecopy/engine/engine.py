@@ -122,8 +122,9 @@ class Engine(nn.Module, ConfigGetters, Persistence):
         self.reporter.describe(self)
 
     def _drop_untrained_gradients(self, group_of: dict[int, int]) -> None:
-        """A parameter that requires gradients but is in no optimizer group gets none kept: nothing would read them."""
-        self._untrained = [p for p in self.module.parameters() if p.requires_grad and id(p) not in group_of]
+        """Parameters in no optimizer group, and those without elements, keep no gradient: nothing would read it."""
+        parameters = self.module.parameters()
+        self._untrained = [p for p in parameters if p.requires_grad and (id(p) not in group_of or p.numel() == 0)]
         for parameter in self._untrained:
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
 
