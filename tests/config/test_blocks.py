@@ -276,3 +276,14 @@ def test_data_parallel_size_is_the_world_size() -> None:
     assert load({"train_batch_size": 8, "data_parallel_size": 2}, world_size=2).world_size == 2
     with pytest.raises(ConfigError, match="data_parallel_size"):
         load({"train_batch_size": 8, "data_parallel_size": 2}, world_size=4)
+
+
+def test_sums_are_refused_at_stage_3() -> None:
+    assert _load(gradient_allreduce_op="SUM").gradient_allreduce_op == "sum"
+    with pytest.raises(ConfigError, match="^gradient_allreduce_op = "):
+        _load(gradient_allreduce_op="sum", zero_optimization={"stage": 3})
+
+
+def test_a_buffer_dtype_warns() -> None:
+    with pytest.warns(ConfigWarning, match="buffers stay"):
+        _load(data_types={"buffer_dtype": "bf16"})

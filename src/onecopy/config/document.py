@@ -71,11 +71,15 @@ class Config:
     prescale_gradients: bool = key(
         False,
         Switch(),
-        "gradients are divided by the world size after the sum",
-        judge=when(True, "honoured", "gradients are divided by the world size before the sum"),
+        "gradients are divided after the sum, which their owner forms in fp32",
+        verdict="implied",
+        judge=when(True, "ignored", "the owner forms the sum in fp32, so that dividing before it gains nothing"),
     )
     gradient_predivide_factor: float = key(
-        1.0, Number(0, open_minimum=True), "gradients are divided by it before the sum, and by the rest after it"
+        1.0,
+        Number(0, open_minimum=True),
+        "the owner forms the sum in fp32, so that dividing in two parts gains nothing",
+        verdict="ignored",
     )
     gradient_allreduce_op: str = key(
         "mean",

@@ -75,6 +75,7 @@ class Bf16Config:
         True,
         Switch(),
         "a step with a non-finite gradient on any rank is skipped by all ranks",
+        verdict="implied",
         judge=when(
             False, "ignored", "a step with a non-finite gradient is skipped whatever this says; the check is free"
         ),
@@ -101,10 +102,14 @@ class DataTypesConfig:
         None, DType(), "gradients are added up in this type over the micro-batches of a window", default_word="fp32"
     )
     param_dtype: torch.dtype | None = key(
-        None, DType(), "the compute dtype; must agree with the fp16 or bf16 block", default_word="the compute dtype"
+        None,
+        DType(),
+        "the compute dtype, which the fp16 or bf16 block decides; must agree with it",
+        verdict="implied",
+        default_word="the compute dtype",
     )
     buffer_dtype: torch.dtype | None = key(
-        None, DType(), "floating-point buffers are cast to this type", default_word="left as they are"
+        None, DType(), "buffers stay in the type they have", verdict="ignored", default_word="left as they are"
     )
     keep_in_fp32_modules: str | tuple[str, ...] = key(
         "auto",

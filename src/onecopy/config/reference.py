@@ -72,7 +72,7 @@ def _effect(key: Key) -> str:
     text = f"{words}{key.effect}"
     if key.judge is not None:
         text += f"; {key.judge.describe()}"
-    return text + (f" (stage {' and '.join(map(str, key.stages))})" if len(key.stages) < 4 else "")
+    return text + (f" (stage {', '.join(map(str, key.stages))})" if len(key.stages) < 4 else "")
 
 
 def _parameter_row(key: Key, default: object) -> tuple[str, str, str, str]:

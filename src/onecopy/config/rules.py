@@ -126,6 +126,10 @@ def round_log2(scale: float) -> int:
 
 
 def _param_dtype(config: Config, diagnosis: Diagnosis) -> None:
+    buffers = config.data_types.buffer_dtype
+    if buffers is not None:
+        text = "has no effect: buffers stay in the type they have; cast them in the model"
+        diagnosis.note("data_types.buffer_dtype", str(buffers)[6:], text, warn=True)
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != config.compute_dtype:
         mode = {"torch.float16": '"fp16": {"enabled": true}', "torch.bfloat16": '"bf16": {"enabled": true}'}
@@ -167,13 +171,14 @@ def _scope_of_stage(zero: ZeroConfig, diagnosis: Diagnosis) -> None:
     for _, key in keys_of(ZeroConfig):
         if zero.stage not in key.stages:
             for spelling in key.spellings():
-                text = f"concerns stage {' and '.join(map(str, key.stages))} only; the stage is {zero.stage}"
+                text = f"concerns stage {', '.join(map(str, key.stages))} only; the stage is {zero.stage}"
                 diagnosis.amend(f"zero_optimization.{spelling}", "ignored", text)
 
 
 def _averaging(config: Config, diagnosis: Diagnosis) -> None:
-    if config.prescale_gradients:
-        diagnosis.amend("gradient_predivide_factor", "ignored", "prescale_gradients is true")
+    if config.gradient_allreduce_op == "sum" and config.zero.stage == 3:
+        text = 'is not possible at stage 3; write "mean", or stage 2'
+        diagnosis.refuse("gradient_allreduce_op", config.gradient_allreduce_op, text)
     if config.data_parallel_size is not None and config.data_parallel_size != config.world_size:
         text = f"all {config.world_size} ranks ({config.world_size_source}) are data-parallel; remove the key"
         diagnosis.refuse("data_parallel_size", config.data_parallel_size, text)

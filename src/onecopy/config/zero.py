@@ -110,8 +110,9 @@ class ZeroConfig:
     allgather_bucket_size: int = key(
         500_000_000,
         Integer(1, unit=ELEMENTS),
-        "caps the elements of one flat buffer, which is what one all-gather carries; the smaller of it and "
+        "caps the elements of one flat buffer, which is what one refresh carries; the smaller of it and "
         "reduce_bucket_size counts",
+        stages=(0, 1, 2),
     )
     overlap_comm: bool = key(
         True,
@@ -178,7 +179,7 @@ class ZeroConfig:
         name="stage3_model_persistence_threshold",
         aliases=("model_persistence_threshold",),
         stages=(3,),
-        default_word="unlimited",
+        default_word="1% of the model, or unlimited if stage3_param_persistence_threshold is written",
     )
     max_live_parameters: int = key(
         1_000_000_000,
