@@ -199,7 +199,8 @@ class World:
         import torch.distributed as dist
 
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        # `torch._dynamo` is what the first optimizer made in a process imports, for seconds.
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
         self._folder = tempfile.TemporaryDirectory(prefix="onecopy-world-")
         # The store lives here, so that it outlasts any rank and its port is never taken by another world.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
