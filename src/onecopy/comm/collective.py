@@ -67,7 +67,7 @@ class Collective(Communicator):
         self._sums_on_the_wire = device.type != "cpu"
 
     def start_gather(self, buffer: torch.Tensor, key: int, label: str) -> _Gather:
-        own = buffer.chunk(self.world_size)[self.rank]
+        own = self._own(buffer)
         work = names.all_gather(buffer, own, group=self.group, async_op=True)
         self.counters.add("agree" if key == 0 else "gather", own.nbytes * (self.world_size - 1))
         return _Gather(self, work, label)
@@ -75,8 +75,7 @@ class Collective(Communicator):
     def start_reduce(
         self, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str
     ) -> _SumOnTheWire | _SumAtTheOwner:
-        parts = buffer.chunk(self.world_size)
-        own = parts[self.rank]
+        own = self._own(buffer)
         self.counters.add("reduce", own.nbytes * (self.world_size - 1))
         if self._sums_on_the_wire:
             work = names.reduce_scatter(own, buffer, group=self.reduce_group, async_op=True)
@@ -84,6 +83,11 @@ class Collective(Communicator):
         received = torch.empty_like(buffer)  # gloo's all-to-all cannot leave out the rank's own part
         work = dist.all_to_all_single(received, buffer, group=self.reduce_group, async_op=True)
         return _SumAtTheOwner(self, work, list(received.chunk(self.world_size)), label)
+
+    def _own(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This rank's part [n/N] of [n]; one view, where `chunk` would make N."""
+        size = buffer.numel() // self.world_size
+        return buffer[self.rank * size : (self.rank + 1) * size]
 
     def close(self) -> None:
         if dist.is_initialized() and self.reduce_group is not self.group:

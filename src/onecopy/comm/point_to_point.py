@@ -45,11 +45,19 @@ class _Reduce:
 
 
 class PointToPoint(Communicator):
-    """Sends and receives of shards, each straight out of and into its place."""
+    """Sends and receives of shards, each straight out of and into its place.
+
+    Attributes:
+        peers: the other ranks, nearest above first, so that not all of them send to one rank at a time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self.peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def start_gather(self, buffer: torch.Tensor, key: int, label: str) -> _Gather:
         parts = buffer.chunk(self.world_size)
-        peers = self._peers()
+        peers = self.peers
         tag = 2 * key
         receives = [dist.irecv(parts[peer], group=self.group, group_src=peer, tag=tag) for peer in peers]
         sends = [dist.isend(parts[self.rank], group=self.group, group_dst=peer, tag=tag) for peer in peers]
@@ -58,7 +66,7 @@ class PointToPoint(Communicator):
 
     def start_reduce(self, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str) -> _Reduce:
         parts = buffer.chunk(self.world_size)
-        peers = self._peers()
+        peers = self.peers
         tag = 2 * key + 1
         pieces = list(parts)
         receives, size = [], parts[0].numel()
@@ -71,9 +79,6 @@ class PointToPoint(Communicator):
 
     def wait_all(self, works: list[dist.Work], what: str) -> None:
         """Wait for each of `works` once; the list is emptied."""
-        while works:
-            self.wait_for(works.pop().wait, what)
-
-    def _peers(self) -> list[int]:
-        """The other ranks, nearest above first, so that not all of them send to one rank at a time."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        if works:
+            self.wait_for(lambda: [work.wait() for work in works], what)
+            works.clear()

@@ -51,8 +51,7 @@ class FlatGradient:
         wire_dtype: the dtype its gradients travel in.
         pending: gradients [n] not yet reduced: a slot's region or the whole-gradient buffer; None when there are none.
         written: which parameters' ranges of `pending` hold gradients.
-        arrived: which parameters have had a gradient in the backward under way.
-        passed: no further gradient is expected in the backward under way.
+        arrived: which parameters have had a gradient in the backward under way; `missing` counts the others.
         shard: the fp32 sums so far, [n/N] (or [n] where the optimizer's place is whole).
         used: which parameters have had a gradient on this rank in this window.
     """
@@ -67,7 +66,6 @@ class FlatGradient:
     written: list[bool] = field(default_factory=list)
     arrived: list[bool] = field(default_factory=list)
     missing: int = 0
-    passed: bool = False
     shard: torch.Tensor | None = None
     reduced: bool = False
     used: list[bool] = field(default_factory=list)
@@ -87,11 +85,6 @@ class FlatGradient:
     def begin_backward(self) -> None:
         self.arrived = [False] * len(self.arrived)
         self.missing = len(self.arrived)
-        self.passed = False
-
-    @property
-    def complete(self) -> bool:
-        return self.missing == 0 or self.passed
 
     def zero_the_rest(self) -> None:
         """Zero what no gradient was written to: paddings, and parameters without one."""
@@ -167,11 +160,14 @@ class Gradients:
             if gradient.missing == 0:
                 self.advance()
 
-    def advance(self) -> None:
-        """Reduce every buffer that is complete and whose predecessors have left."""
-        while not self.deferring and self._head < len(self.all) and self.all[self._head].complete:
+    def advance(self, passed: Callable[[FlatGradient], bool] = lambda gradient: False) -> None:
+        """Reduce every buffer whose predecessors have left and which is complete, or has `passed`: no more will come."""
+        while not self.deferring and self._head < len(self.all):
+            gradient = self.all[self._head]
+            if gradient.missing and not passed(gradient):
+                return
             self._head += 1
-            self._launch(self.all[self._head - 1])
+            self._launch(gradient)
 
     def end_backward(self) -> None:
         """The backward is over: what is left leaves, and what came after its buffer had left goes in a second round."""

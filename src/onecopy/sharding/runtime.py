@@ -87,6 +87,7 @@ class Runtime:
         self.phase = phase or (lambda name: nullcontext())
         self.order = Order([unit for unit in units if not unit.resident])
         self.residents = [unit for unit in units if unit.resident]
+        self._unit_of = {flat.key: unit for unit in units for flat in unit.buffers}
         self.total_elements = sum(unit.numel for unit in units)
         self.defer: Callable[[], bool] = lambda: False  # whether this backward's gradients stay whole
         self.scale_outputs: Callable[[torch.Tensor], torch.Tensor | None] | None = None
@@ -359,14 +360,14 @@ class Runtime:
 
     def _pass_units_after(self, call: Call) -> None:
         """Buffers of units with no earlier call outstanding get no further gradient in this backward."""
-        for unit in self.units:
-            if unit is call.unit or unit.resident or any(sequence < call.sequence for sequence in unit.outstanding):
-                continue
-            for flat in unit.buffers:
-                gradient = self.gradients.of.get(flat.key)
-                if gradient is not None:
-                    gradient.passed = True
-        self.gradients.advance()
+
+        def passed(gradient: FlatGradient) -> bool:
+            unit = self._unit_of[gradient.flat.key]
+            if unit is call.unit or unit.resident:
+                return False
+            return not any(sequence < call.sequence for sequence in unit.outstanding)
+
+        self.gradients.advance(passed)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
