@@ -1,0 +1,165 @@
+"""What the user calls a model, made into one that can be rehearsed: a preset, a `config.json`, or a function of their own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onecopy.errors import PlanError
+from onecopy.plan.presets import PRESETS
+from onecopy.plan.rehearsal import Subject
+
+# Fixed sequence lengths of models that have no tokens.
+_VISION = ("vit", "deit", "swin", "convnext", "dinov2")
+
+
+def subject_for(model: str | Path | nn.Module | Subject) -> Subject:
+    """The subject that `model` names.
+
+    Args:
+        model: a preset's name, a folder or file with a Hugging Face `config.json`, or `package.module:function`, where
+            the function returns `module, inputs` (inputs: keyword arguments of forward for one sample batch, or a
+            function of (micro-batch, sequence length) that makes them).
+
+    Raises:
+        PlanError: nothing of that name exists; says the nearest names.
+    """
+    if isinstance(model, Subject):
+        return model
+    text = str(model)
+    if text.lower() in PRESETS:
+        return from_config_dict(PRESETS[text.lower()], text.lower(), text)
+    if ":" in text and not Path(text).exists():
+        return _from_function(text)
+    path = Path(text)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise PlanError(f"{file} is no JSON: {error}") from None
+        if not isinstance(content, dict) or "model_type" not in content:
+            raise PlanError(f"{file} has no model_type; give the config.json that Hugging Face's save_pretrained wrote")
+        return from_config_dict(content, path.stem if path.is_dir() else path.parent.name or path.stem, text)
+    near = difflib.get_close_matches(text.lower(), PRESETS, n=3, cutoff=0.4)
+    hint = f"the nearest presets are {', '.join(near)}" if near else f"presets are {', '.join(PRESETS)}"
+    raise PlanError(f"model '{text}' is no preset, no folder with a config.json and no package.module:function; {hint}")
+
+
+def from_config_dict(content: dict[str, Any], name: str, source: str = "") -> Subject:
+    """A transformers model of the class its configuration stands for, with the loss its task usually has."""
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise PlanError(f"'{name}' is built by transformers, which is not installed; run `pip install transformers`") from None
+    rest = {key: value for key, value in content.items() if key not in ("model_type", "transformers_version", "auto_map", "torch_dtype", "dtype")}
+    try:
+        config = AutoConfig.for_model(content["model_type"], **rest)
+    except ValueError:
+        from transformers import CONFIG_MAPPING
+
+        near = difflib.get_close_matches(str(content["model_type"]), list(CONFIG_MAPPING), n=3)
+        raise PlanError(f"model_type '{content['model_type']}' is not known to transformers; nearest: {', '.join(near) or 'none'}") from None
+    config.use_cache = False
+    kind = _task_of(content)
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 0
+    vocabulary = getattr(config, "vocab_size", 0)
+
+    def build() -> nn.Module:
+        return _build(config, kind)
+
+    def batch(size: int, length: int) -> dict[str, Any]:
+        if kind == "image":
+            side = config.image_size
+            pixels = torch.randn(size, config.num_channels, side, side)
+            return {"pixel_values": pixels, "labels": torch.zeros(size, dtype=torch.long)}
+        ids = torch.randint(0, vocabulary, (size, length))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    return Subject(name, build, batch, lambda output: output.loss, 0 if kind == "image" else min(longest or 1024, 4096), source)
+
+
+def _task_of(content: dict[str, Any]) -> str:
+    kind = str(content["model_type"])
+    if kind.startswith(_VISION):
+        return "image"
+    named = " ".join(content.get("architectures") or [])
+    if "MaskedLM" in named or (not named and kind in ("bert", "roberta", "deberta-v2", "electra", "distilbert", "modernbert")):
+        return "masked"
+    if "Seq2Seq" in named or "ConditionalGeneration" in named or kind in ("t5", "mt5", "bart"):
+        return "sequence"
+    return "causal"
+
+
+def _build(config: Any, kind: str) -> nn.Module:
+    import transformers
+
+    maker = {
+        "causal": transformers.AutoModelForCausalLM,
+        "masked": transformers.AutoModelForMaskedLM,
+        "sequence": transformers.AutoModelForSeq2SeqLM,
+        "image": transformers.AutoModelForImageClassification,
+    }[kind]
+    model: nn.Module = maker.from_config(config)
+    return model
+
+
+def _from_function(text: str) -> Subject:
+    module_name, _, attribute = text.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise PlanError(f"'{text}' names the module {module_name}, which cannot be imported ({error}); run from the folder that holds it") from None
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(attribute, public, n=3, cutoff=0.3)
+        raise PlanError(f"{module_name} has no function '{attribute}'; nearest: {', '.join(near) or 'none'}")
+    return _from_maker(function, text)
+
+
+def _from_maker(function: Any, text: str) -> Subject:
+    """A user's function is called anew for each rehearsal; its second result makes the batch."""
+    kept: dict[str, Any] = {}
+
+    def build() -> nn.Module:
+        made = function()
+        if not (isinstance(made, tuple) and len(made) >= 2 and isinstance(made[0], nn.Module)):
+            raise PlanError(f"{text} returned a {type(made).__name__}; return (module, inputs) or (module, inputs, loss function)")
+        kept["inputs"] = made[1]
+        kept["loss"] = made[2] if len(made) > 2 else _any_loss
+        model: nn.Module = made[0]
+        return model
+
+    def batch(size: int, length: int) -> dict[str, Any]:
+        inputs = kept["inputs"]
+        if callable(inputs):
+            inputs = inputs(size, length)
+        if isinstance(inputs, dict):
+            return inputs
+        raise PlanError(f"{text} gives its inputs as a {type(inputs).__name__}; give a dict of keyword arguments of forward")
+
+    return Subject(text, build, batch, lambda output: kept["loss"](output), 1024, text)
+
+
+def _any_loss(output: Any) -> torch.Tensor:
+    """The loss in an output: itself when it is a scalar, its `loss` when it has one, else the mean of its first tensor."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    while isinstance(output, tuple | list):
+        output = output[0]
+    if not isinstance(output, torch.Tensor):
+        output = next(value for value in vars(output).values() if isinstance(value, torch.Tensor))
+    return output if output.dim() == 0 else output.float().mean()
