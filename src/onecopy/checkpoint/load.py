@@ -148,16 +148,23 @@ class Loader:
             problem = str(error)
         raise_first(meeting.exchange("fit", {"problem": problem}))
         engine._clear_window()
-        if wanted.custom_load is None:
-            read_weights(engine, reader)
-            _restore_extra_states(engine, common["extra_state"])
-        else:
+        if wanted.custom_load is not None:
             call_custom_load(engine, whole_state_dict(reader), wanted.custom_load)
+        try:
+            if wanted.custom_load is None:
+                read_weights(engine, reader)
+            if everything and engine.basic_optimizer is not None:
+                optimizer_state.restore_groups(engine, common["optimizer_groups"])
+                optimizer_state.restore_states(engine, reader)
+        except (CheckpointError, OSError) as error:
+            problem = f"{error}; the engine holds a part of the checkpoint only and must load again before it is used"
+        raise_first(meeting.exchange("read", {"problem": problem}))
+        if wanted.custom_load is None:
+            for flat in flat_buffers(engine):
+                flat.start_refresh()
+            _restore_extra_states(engine, common["extra_state"])
         if wanted.module_only:
             return dict(common["client_state"])
-        if everything and engine.basic_optimizer is not None:
-            optimizer_state.restore_groups(engine, common["optimizer_groups"])
-            optimizer_state.restore_states(engine, reader)
         if wanted.scheduler_states:
             state.restore_scheduler(engine, common["lr_scheduler"])
         self._restore_progress(common, own if everything else None)
@@ -181,7 +188,8 @@ class Loader:
         loader = engine.training_dataloader
         if common["data"] is not None and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(common["data"])
-        random_state.restore_random_state(own["random"], engine.device)
+        if "random" in own:
+            random_state.restore_random_state(own["random"], engine.device)
 
 
 def _options(home: Path, asked: str | None) -> list[tuple[Path, Manifest]]:
@@ -242,7 +250,7 @@ def _some(names: list[str]) -> str:
 
 @torch.no_grad()
 def read_weights(engine: Engine, reader: RangeReader) -> None:
-    """Read masters, frozen weights and buffers; weights that are whole are brought up to the masters. Collective."""
+    """Read masters, frozen weights and buffers; whole weights then wait to be brought up to the masters. Not collective."""
     keys = saved_keys(engine, reader.manifest)
     for flat in flat_buffers(engine):
         target = flat.master if flat.master is not None else flat.shard
@@ -254,7 +262,6 @@ def read_weights(engine: Engine, reader: RangeReader) -> None:
             if part is not None and place.name in keys:
                 local = place.start + part[0] - base
                 reader.read(keys[place.name], part[0], target[local : local + part[1] - part[0]])
-        flat.start_refresh()
     for name, tensor in plain_tensors(engine).items():
         if name in keys and tensor.numel():
             if tensor.is_contiguous():
