@@ -27,35 +27,37 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         return value
     leaves, spec = pytree.tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
-        return value
+        return _map_attributes(value, function)
     mapped_leaves = [map_tensors(leaf, function) for leaf in leaves]
     if all(a is b for a, b in zip(leaves, mapped_leaves, strict=True)):
         return value
     return pytree.tree_unflatten(mapped_leaves, spec)
 
 
+def _map_attributes(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """An object of a class unknown to pytree: the tensors that are its own attributes are changed in place."""
+    for name, inner in list(getattr(value, "__dict__", {}).items()):
+        if isinstance(inner, torch.Tensor):
+            setattr(value, name, function(inner))
+    return value
+
+
 def _is_registered(value: Any) -> bool:
     return type(value) in pytree.SUPPORTED_NODES
 
 
-def hook_outputs(output: Any, hook: Hook) -> Any:
-    """Call `hook` with the gradient of each output tensor, before the backward that made the output runs."""
+def prepare_outputs(output: Any, slots: SlotPool, hook: Hook | None) -> Any:
+    """Make what a module returned safe to keep, and call `hook` with each tensor's gradient before its backward runs.
 
-    def register(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tensor.register_hook(hook)
+    A tensor that is a parameter or a view of one would change under the caller's feet: it is copied.
+    """
+    memories = slots.storages
+
+    def prepare(tensor: torch.Tensor) -> torch.Tensor:
+        if memories and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memories:
+            tensor = tensor.clone()
+        if hook is not None and tensor.requires_grad:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return tensor
 
-    return map_tensors(output, register)
-
-
-def separate_from(output: Any, slots: SlotPool) -> Any:
-    """Copy output tensors that are a parameter or a view of one: they would change under the caller's feet."""
-    memories = {slot.memory.untyped_storage()._cdata for slot in slots.slots}  # not data_ptr: it is 0 without real memory
-
-    def copy_if_inside(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memories:
-            return tensor.clone()
-        return tensor
-
-    return map_tensors(output, copy_if_inside)
+    return map_tensors(output, prepare)

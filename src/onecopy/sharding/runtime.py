@@ -23,7 +23,7 @@ from onecopy.errors import ModelError, ReleasedParameterError
 from onecopy.sharding.flat_buffer import FlatBuffer
 from onecopy.sharding.gradients import FlatGradient, Gradients
 from onecopy.sharding.order import Order
-from onecopy.sharding.outputs import hook_outputs, separate_from
+from onecopy.sharding.outputs import prepare_outputs
 from onecopy.sharding.parameter import ParameterHome
 from onecopy.sharding.slots import Slot, SlotPool
 from onecopy.sharding.unit import Unit
@@ -194,12 +194,13 @@ class Runtime:
 
     def _leave(self, call: Call, output: Any) -> Any:
         """A forward is over: hook its outputs so that its backward finds its weights, and tidy up after the last one."""
-        output = separate_from(output, self.slots) if self.slots.slots else output
-        if torch.is_grad_enabled():
-            output = hook_outputs(output, lambda grad: self._before_backward(call, grad))
+        training = torch.is_grad_enabled()
+        hook = (lambda grad: self._before_backward(call, grad)) if training else None
+        output = prepare_outputs(output, self.slots, hook)
+        if training:
             if call.unit is not None:
                 call.unit.outstanding.append(call.sequence)
-        if not self._stack and not torch.is_grad_enabled():
+        if not self._stack and not training:
             self._release_held()
             self.release_all()
         return output
@@ -209,6 +210,7 @@ class Runtime:
         def before(module: nn.Module, args: Any) -> None:
             if in_backward():  # activation checkpointing computes the block again
                 self._enter_backward()
+                self.order.use(unit, backward=True)
                 self._use_in_backward([(unit, None)])
                 return
             call = self._push(unit)
@@ -224,7 +226,7 @@ class Runtime:
 
     def _unit_after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if in_backward():
-            return None
+            return self._after_recomputing(module, output)
         call = self._stack.pop()
         for _, slot in call.leases:
             slot.pins -= 1
@@ -234,6 +236,13 @@ class Runtime:
             if distance is None or distance > self.limits.reuse_elements:
                 call.unit.release()
         return self._leave(call, output)
+
+    def _after_recomputing(self, module: nn.Module, output: Any) -> Any:
+        """A checkpointed segment of several units: each finds its weights again when the segment's own backward comes."""
+        used = [(unit, slot) for unit, slot in self._current if unit.module is module]
+        if not used or not torch.is_grad_enabled():
+            return None
+        return prepare_outputs(output, self.slots, lambda grad: self._use_in_backward(used))
 
     # ------------------------------------------------------------------------------------------------ slots and gathers
     def _ensure(self, unit: Unit, slot: Slot | None = None) -> Slot:
@@ -319,6 +328,9 @@ class Runtime:
         self._touched_forwards = set()
         self.gradients.begin_backward(deferring=self.defer())
         Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        for unit in self.residents:  # an earlier backward of the same graph, or a forward in between, let them go
+            if unit.sharded:
+                self._hold(unit)
 
     def _before_backward(self, call: Call, grad: torch.Tensor) -> torch.Tensor | None:
         """The gradient of a call's output has arrived: all calls that began later have finished their backward."""
@@ -333,15 +345,16 @@ class Runtime:
         if call.leases or (unit is not None and unit.whole):
             if unit is not None:
                 self.order.use(unit, backward=True)
+            if torch.is_grad_enabled() and any(self.slots.shared(used) for used, _ in call.leases):
+                raise ModelError(self._double_backward_message())
             self._use_in_backward([(used, slot) for used, slot in call.leases])
         return self.scale_outputs(grad) if call.of_model and self.scale_outputs is not None else None
 
     def _use_in_backward(self, leases: Iterable[tuple[Unit, Slot | None]]) -> None:
         """Pin what the call under way needs and unpin what the calls after it needed."""
         wanted = list(leases)
-        if torch.is_grad_enabled() and any(unit.sharded and self.slots.shared(unit) for unit, _ in wanted):
-            raise ModelError(self._double_backward_message())
-        if wanted and all(any(unit is pinned for pinned, _ in self._current) for unit, _ in wanted):
+        pinned = dict(self._current)
+        if wanted and all(unit in pinned and slot in (None, pinned[unit]) for unit, slot in wanted):
             return
         for _, slot in self._current:
             slot.pins -= 1

@@ -72,9 +72,12 @@ class SlotPool:
     def __init__(self, units: "list[Unit]", per_class: int, communicator: Communicator) -> None:
         self.device = communicator.device
         self.slots: list[Slot] = []
+        self.storages: set[int] = set()  # of the slots' memory, to tell a view of a weight from other tensors
         self._class_of: dict[Unit, list[Slot]] = {}
         self._per_class = per_class
-        for members in _size_classes([unit for unit in units if unit.slot_bytes]):
+        # What the root owns is in use from the forward to the end of the backward: it has a slot to itself.
+        alone = [[unit] for unit in units if unit.slot_bytes and unit.resident]
+        for members in alone + _size_classes([unit for unit in units if unit.slot_bytes and not unit.resident]):
             self._make_class(members, units)
         self.assign(units)
 
@@ -83,8 +86,7 @@ class SlotPool:
         neighbours = any(b - a == 1 for a, b in zip(positions, positions[1:], strict=False))
         count = min(len(members), self._per_class) if neighbours else 1
         size = max(unit.slot_bytes for unit in members)
-        slots = [Slot(size, self.device, f"{members[0].name}/{k}") for k in range(count)]
-        self.slots += slots
+        slots = [self._new_slot(size, f"{members[0].name}/{k}") for k in range(count)]
         for unit in members:
             self._class_of[unit] = slots
 
@@ -110,9 +112,13 @@ class SlotPool:
         for slot in slots:
             if slot.pins == 0:
                 return slot
-        slot = Slot(slots[0].memory.nbytes, self.device, f"{unit.name}/{len(slots)}")
-        slots.append(slot)
+        slots.append(self._new_slot(slots[0].memory.nbytes, f"{unit.name}/{len(slots)}"))
+        return slots[-1]
+
+    def _new_slot(self, nbytes: int, name: str) -> Slot:
+        slot = Slot(nbytes, self.device, name)
         self.slots.append(slot)
+        self.storages.add(slot.memory.untyped_storage()._cdata)  # not data_ptr: it is 0 without real memory
         return slot
 
     def shared(self, unit: "Unit") -> bool:
