@@ -46,6 +46,17 @@ def _is_registered(value: Any) -> bool:
     return type(value) in pytree.SUPPORTED_NODES
 
 
+def hook_outputs(output: Any, hook: Hook) -> Any:
+    """Call `hook` with the gradient of each output tensor, before the backward that made the output runs."""
+
+    def register(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return tensor
+
+    return map_tensors(output, register)
+
+
 def prepare_outputs(output: Any, slots: SlotPool, hook: Hook | None) -> Any:
     """Make what a module returned safe to keep, and call `hook` with each tensor's gradient before its backward runs.
 
@@ -53,11 +64,10 @@ def prepare_outputs(output: Any, slots: SlotPool, hook: Hook | None) -> Any:
     """
     memories = slots.storages
 
-    def prepare(tensor: torch.Tensor) -> torch.Tensor:
-        if memories and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memories:
+    def separate(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memories:
             tensor = tensor.clone()
-        if hook is not None and tensor.requires_grad:
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return tensor
 
-    return map_tensors(output, prepare)
+    prepared = map_tensors(output, separate) if memories else output
+    return prepared if hook is None else hook_outputs(prepared, hook)
