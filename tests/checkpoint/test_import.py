@@ -93,6 +93,8 @@ def test_what_is_missing_is_named(sample: Path, tmp_path: Path, capsys: Any) -> 
     file.unlink()
     assert main(arguments) == 1
     assert "optimizer states of 1 ranks and was saved by 2" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="written by DeepSpeed: `onecopy import-deepspeed"):
+        get_fp32_state_dict_from_zero_checkpoint(sample)
     (sample / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
     assert main(arguments) == 1
     assert "lacks the file of rank 0" in capsys.readouterr().err

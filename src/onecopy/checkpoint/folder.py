@@ -118,7 +118,10 @@ def describe_tags(folder: Path) -> str:
         return f"{folder} is no folder" if folder.exists() else f"the folder {folder} does not exist"
     complete, incomplete = sorted(tags(folder)), tags_without_manifest(folder)
     text = f"complete tags in {folder}: {', '.join(complete[:20]) or 'none'}"
-    return text + (f"; without manifest: {', '.join(incomplete[:20])}" if incomplete else "")
+    text += f"; without manifest: {', '.join(incomplete[:20])}" if incomplete else ""
+    if any(next((folder / name).glob("*mp_rank_00_model_states.pt"), None) for name in incomplete):
+        text += f" (written by DeepSpeed: `onecopy import-deepspeed {folder} OUT` makes it one that loads here)"
+    return text
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
