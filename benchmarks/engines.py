@@ -68,7 +68,9 @@ class Torch:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         low = self.dtype != torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+        policy = (
+            MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+        )
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in [*self.model.model.layers, self.model]:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -89,7 +91,9 @@ class Configured:
 
     def __init__(self, library: str, stage: int, arguments: argparse.Namespace) -> None:
         initialize, model = _library(library, arguments)
-        self.engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=document(stage, arguments))
+        self.engine, *_ = initialize(
+            model=model, model_parameters=model.parameters(), config=document(stage, arguments)
+        )
 
     def step(self, micro_batches: Batches) -> torch.Tensor:
         for tokens in micro_batches:

@@ -52,7 +52,9 @@ def main() -> None:
     ]
     if arguments.measure == "peak":  # one engine a launch: a peak is of a whole life
         names = [name for name in arguments.engines.split(",") if name not in ("local",)]
-        records = [r for name in names for r in on_ranks("benchmarks.step", arguments.nproc, [*options, "--engines", name])]
+        records = [
+            r for name in names for r in on_ranks("benchmarks.step", arguments.nproc, [*options, "--engines", name])
+        ]
     else:
         ranks = 1 if arguments.measure == "overhead" else arguments.nproc
         records = on_ranks("benchmarks.step", ranks, [*options, "--engines", arguments.engines])
@@ -217,7 +219,9 @@ def show_times(records: list[dict[str, Any]]) -> None:
         name = record["engine"]
         sent = f"{record['bytes_sent'] / record['one_pass']:.3f}" if "bytes_sent" in record else ""
         ratios = [f"{median[name] / median[peer]:.2f}" for peer in peers]
-        rows.append([name, f"{median[name]:.3f}", f"{min(record['seconds']):.3f}", f"{record['loss']:.4f}", sent, *ratios])
+        rows.append(
+            [name, f"{median[name]:.3f}", f"{min(record['seconds']):.3f}", f"{record['loss']:.4f}", sent, *ratios]
+        )
     headings = ["engine", "median s", "least s", "loss", "bytes sent / one pass", *[f"/ {peer}" for peer in peers]]
     print(table(headings, rows))
 
@@ -238,7 +242,9 @@ def show_peaks(records: list[dict[str, Any]]) -> None:
 def show_overhead(records: list[dict[str, Any]]) -> None:
     (record,) = records
     stages = [name for name in record if name.startswith("stage")]
-    print(table(["ranks", "units", *stages], [[record["ranks"], record["units"], *[f"{record[s]:.0f}" for s in stages]]]))
+    print(
+        table(["ranks", "units", *stages], [[record["ranks"], record["units"], *[f"{record[s]:.0f}" for s in stages]]])
+    )
     print("microseconds of CPU time a unit and step beyond plain torch; two imagined ranks, so no byte moves")
 
 

@@ -121,7 +121,7 @@ class Communicator(ABC):
             return (
                 f"the ranks wait for each other: {self.watchdog.finding}. They made different calls, or took different "
                 "paths through the model; every rank must run the same modules in the same order (make the blocks that "
-                'differ one unit with zero_optimization.leaf_module) and call forward, backward, step, save and load alike'
+                "differ one unit with zero_optimization.leaf_module) and call forward, backward, step, save and load alike"
             )
         first_line = str(error).splitlines()[0][:300]
         return (

@@ -38,16 +38,18 @@ def ensure_process_group(backend: str | None = None, timeout_seconds: float | No
             f"WORLD_SIZE is {environment['WORLD_SIZE']} but RANK is not set; start the script with torchrun "
             "(or `onecopy train` / `onecopy run`), which sets both"
         )
-    options: dict[str, timedelta] = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     device = default_device()
     chosen = backend or ("gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device))
     if "RANK" in environment:
         environment.setdefault("MASTER_ADDR", "127.0.0.1")
         environment.setdefault("MASTER_PORT", str(port))
         environment.setdefault("WORLD_SIZE", "1")
-        dist.init_process_group(chosen, **options)
+        dist.init_process_group(chosen, timeout=timeout)
     else:
-        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, **options)
+        dist.init_process_group(
+            chosen, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
 
@@ -71,13 +73,14 @@ def connect(
 
     def new_group() -> dist.ProcessGroup:
         # Ranks outside this shard group do not call us, so only its members synchronise.
-        return dist.new_group(ranks, timeout=timeout, use_local_synchronization=len(ranks) < dist.get_world_size())
+        made: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=timeout, use_local_synchronization=len(ranks) < dist.get_world_size()
+        )
+        return made
 
     if point_to_point is None:
         point_to_point = device.type == "cpu" and len(ranks) <= LARGEST_WORLD
-    communicator = (
-        PointToPoint(new_group(), device) if point_to_point else Collective(new_group(), new_group(), device)
-    )
+    communicator = PointToPoint(new_group(), device) if point_to_point else Collective(new_group(), new_group(), device)
     communicator.watchdog = watchdog_for(communicator, timeout_seconds)
     return communicator
 

@@ -66,7 +66,8 @@ def _compare_descriptions(mine: Sequence[tuple[str, tuple[int, ...], str, bool]]
         for place, (here, there) in enumerate(zip(everyone[0], other, strict=False)):
             if here != there:
                 raise ModelError(
-                    f"ranks built different models: parameter {place} is {_describe(here)} on rank 0 and {_describe(there)} on rank {rank}; "
+                    f"ranks built different models: parameter {place} is {_describe(here)} on rank 0 "
+                    f"and {_describe(there)} on rank {rank}; "
                     "build the same model (and freeze the same parameters) on every rank"
                 )
         if len(other) != len(everyone[0]):

@@ -66,13 +66,13 @@ def choose_optimizer(
     return TrainedParameters(inner, _groups_of(model, inner))
 
 
-def _parameters_in(groups: Sequence[Any]) -> Iterable[nn.Parameter]:
+def _parameters_in(groups: Sequence[Any]) -> Iterable[Any]:
     for entry in groups:
         if isinstance(entry, dict):
             params = entry["params"]
             yield from [params] if isinstance(params, torch.Tensor) else list(params)
         else:
-            yield entry[1] if isinstance(entry, tuple) else entry
+            yield entry[1] if isinstance(entry, tuple) else entry  # a name with its parameter
 
 
 def _groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
@@ -85,8 +85,9 @@ def _groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, 
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in owned:
                 raise ModelError(
-                    f"the optimizer's group {index} holds a tensor of shape {list(parameter.shape)} (place {place}) that is no parameter of "
-                    "the model given to initialize; build the optimizer from this model's parameters, after moving or replacing them"
+                    f"the optimizer's group {index} holds a tensor of shape {list(parameter.shape)} (place {place}) "
+                    "that is no parameter of the model given to initialize; "
+                    "build the optimizer from this model's parameters, after moving or replacing them"
                 )
             assert id(parameter) not in group_of, (
                 f"parameter '{owned[id(parameter)]}' is in two groups of the optimizer"
@@ -94,8 +95,8 @@ def _groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, 
             home = getattr(parameter, "_onecopy", None)
             if home is not None and home.runtime.attached:
                 raise ModelError(
-                    f"parameter '{owned[id(parameter)]}' already belongs to another engine (as '{home.name}'); one parameter can be trained "
-                    "by one engine: put both models into one module, or share a frozen copy"
+                    f"parameter '{owned[id(parameter)]}' already belongs to another engine (as '{home.name}'); "
+                    "one parameter can be trained by one engine: put both models into one module, or share a frozen copy"
                 )
             group_of[id(parameter)] = index
     return group_of

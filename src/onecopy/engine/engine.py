@@ -161,7 +161,8 @@ class Engine(nn.Module, ConfigGetters, Persistence):
             The loss divided by `gradient_accumulation_steps` (the very object with `scale_wrt_gas=False`).
         """
         assert isinstance(loss, torch.Tensor) and loss.numel() == 1, (
-            f"engine.backward needs a scalar loss, not {_kind(loss)}; reduce it with .mean() or .sum(), or call tensor.backward(gradient=...)"
+            f"engine.backward needs a scalar loss, not {_kind(loss)}; reduce it with .mean() or .sum(), "
+            "or call tensor.backward(gradient=...)"
         )
         if self.optimizer is None:
             raise ModelError(
@@ -231,7 +232,8 @@ class Engine(nn.Module, ConfigGetters, Persistence):
         if boundary and self.window.seen_whole_window(batches) and (self.window.micro_steps + 1) % self.window.steps:
             log_once(
                 ("natural accumulation", id(self)),
-                f"step() is called once after {self.window.steps} micro-batches, not after each one; onecopy updates the weights at each such call. "
+                f"step() is called once after {self.window.steps} micro-batches, not after each one; "
+                "onecopy updates the weights at each such call. "
                 'Write "managed_gradient_accumulation": false into the configuration to settle it.',
             )
         self.window.step_called(boundary, batches)
@@ -327,8 +329,8 @@ class Engine(nn.Module, ConfigGetters, Persistence):
         if self.runtime.micro_batches:
             log_once(
                 ("zero_grad", id(self)),
-                f"zero_grad() discarded the gradients of {self.runtime.micro_batches} micro-batch(es) that no step had used; engine.step() clears "
-                "gradients itself, so the call can go",
+                f"zero_grad() discarded the gradients of {self.runtime.micro_batches} micro-batch(es) that no step had used; "
+                "engine.step() clears gradients itself, so the call can go",
             )
         self._clear_window_gradients()
 

@@ -101,9 +101,7 @@ class Reporter:
         """
         flats = [flat for unit in engine.units for flat in unit.buffers]
         wholes = {flat.whole.untyped_storage()._cdata for flat in flats if flat.whole is not None}
-        masters = [
-            f.master for f in flats if f.master is not None and f.master.untyped_storage()._cdata not in wholes
-        ]
+        masters = [f.master for f in flats if f.master is not None and f.master.untyped_storage()._cdata not in wholes]
         managed = {id(parameter) for flat in flats for parameter in flat.parameters}
         others = [p for p in engine.module.parameters() if id(p) not in managed]
         categories = {

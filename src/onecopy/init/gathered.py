@@ -38,9 +38,8 @@ class GatheredParameters:
                 raise TypeError(
                     f"GatheredParameters got a {type(entry).__name__}; give nn.Parameter objects, such as model.parameters()"
                 )
-        homes: list[tuple[nn.Parameter, ParameterHome]] = (
-            [(p, p._onecopy) for p in given if hasattr(p, "_onecopy")] if enabled else []
-        )
+        managed: list[Any] = [parameter for parameter in given if enabled and hasattr(parameter, "_onecopy")]
+        homes: list[tuple[nn.Parameter, ParameterHome]] = [(parameter, parameter._onecopy) for parameter in managed]
         self._homes = sorted(dict.fromkeys(homes), key=lambda entry: (_flat_of(*entry).key, entry[1].index))
         self._modifier = modifier_rank
         self._borrowed: list[nn.Parameter] = []

@@ -6,9 +6,9 @@ although its neighbours move; it then becomes a run of its own, with its own ste
 (no gradient, no step) does the rest, and no step reads a mask.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ class Masters:
         if len(cuts) == 2:
             return False
         state = self.optimizer.state.pop(run.master, None)
-        pieces = [self._run(run.flat, run.group, low, high) for low, high in zip(cuts, cuts[1:], strict=False)]
+        pieces = [self._run(run.flat, run.group, low, high) for low, high in itertools.pairwise(cuts)]
         if state is not None:
             for piece in pieces:
                 part = slice(piece.start - run.start, piece.stop - run.start)

@@ -104,7 +104,8 @@ class OptimizerStep:
         blocks = torch.linalg.vector_norm(
             own.view(-1, ALIGNMENT), dim=1, dtype=own.dtype if own.dtype == torch.float64 else torch.float32
         )
-        return blocks.to(torch.float64).square_().sum()
+        total: torch.Tensor = blocks.to(torch.float64).square_().sum()
+        return total
 
     def non_finite_names(self) -> list[str]:
         """Parameters with a non-finite element in this rank's gradient shards. Reads every gradient: for errors only."""

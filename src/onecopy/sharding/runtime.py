@@ -197,9 +197,8 @@ class Runtime:
         training = torch.is_grad_enabled()
         hook = (lambda grad: self._before_backward(call, grad)) if training else None
         output = prepare_outputs(output, self.slots, hook)
-        if training:
-            if call.unit is not None:
-                call.unit.outstanding.append(call.sequence)
+        if training and call.unit is not None:
+            call.unit.outstanding.append(call.sequence)
         if not self._stack and not training:
             self._release_held()
             self.release_all()
@@ -307,7 +306,8 @@ class Runtime:
     def _released_message(self, home: ParameterHome, func: Callable[..., Any]) -> str:
         name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
         return (
-            f"parameter '{home.name}' is sharded over {self.communicator.world_size} ranks and `{name}` read it outside any forward of the model; "
+            f"parameter '{home.name}' is sharded over {self.communicator.world_size} ranks and `{name}` read it "
+            "outside any forward of the model; "
             "wrap the code in `with onecopy.zero.GatheredParameters([parameter]):` on every rank, or read one parameter "
             "with `onecopy.utils.safe_get_full_fp32_param(parameter)` (both are collective)"
         )
@@ -356,8 +356,8 @@ class Runtime:
         pinned = dict(self._current)
         if wanted and all(unit in pinned and slot in (None, pinned[unit]) for unit, slot in wanted):
             return
-        for _, slot in self._current:
-            slot.pins -= 1
+        for _, left in self._current:
+            left.pins -= 1
         self._current = []
         for unit, slot in wanted:
             unit.finish_refresh()

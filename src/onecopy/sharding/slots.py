@@ -5,6 +5,7 @@ a unit therefore remembers the slot it used, and before its backward the unit co
 Two units that are in use together never share a slot. `tests/sharding/test_slots.py` breaks if either is given up.
 """
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,7 +84,7 @@ class SlotPool:
 
     def _make_class(self, members: "list[Unit]", order: "list[Unit]") -> None:
         positions = sorted(order.index(unit) for unit in members)
-        neighbours = any(b - a == 1 for a, b in zip(positions, positions[1:], strict=False))
+        neighbours = any(b - a == 1 for a, b in itertools.pairwise(positions))
         count = min(len(members), self._per_class) if neighbours else 1
         size = max(unit.slot_bytes for unit in members)
         slots = [self._new_slot(size, f"{members[0].name}/{k}") for k in range(count)]
