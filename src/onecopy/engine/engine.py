@@ -137,7 +137,7 @@ class Engine(nn.Module, ConfigGetters, Persistence):
     # ----------------------------------------------------------------------------------------------------------- forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Collective."""
-        with self.timers.phase("forward"), self._autocast():
+        with self.timers.phase("forward"), self._autocast(), self.reporter.forward(self):
             if self.configuration.fp16.enabled and self.configuration.fp16.auto_cast:
                 args, kwargs = _half((args, kwargs))
             return self.module(*args, **kwargs)

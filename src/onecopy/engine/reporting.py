@@ -1,11 +1,14 @@
 """What a run says and records: monitors, the line of steps_per_print, the table of phases, a trace, bytes by category."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from onecopy.comm import Communicator
 from onecopy.config import Config
+from onecopy.observe.activations import SavedActivations
 from onecopy.observe.log import SkippedSteps, note
 from onecopy.observe.monitor import monitors_from
 from onecopy.observe.progress import Progress, memory_line
@@ -24,9 +27,19 @@ class Reporter:
         self.monitor = monitors_from(config, communicator.rank)
         self.progress = Progress()
         self._skipped = SkippedSteps()
+        self._activations = SavedActivations()
         self._loss: torch.Tensor | None = None
         self._tracer = StepTracer(config.onecopy.trace_step, config.onecopy.trace_path, communicator.rank)
         self._tracer.begin(1)
+
+    def forward(self, engine: "Engine") -> AbstractContextManager[None]:
+        """Around a forward: counts the first one's activations where `memory_breakdown` asks for them."""
+        if not self.config.memory_breakdown or self._activations.nbytes is not None or not torch.is_grad_enabled():
+            return nullcontext()
+        flats = [flat for unit in engine.units for flat in unit.buffers]
+        weights = {flat.whole.untyped_storage()._cdata for flat in flats if flat.whole is not None}
+        weights |= {tensor.untyped_storage()._cdata for tensor in engine.module.parameters() if type(tensor) is nn.Parameter}
+        return self._activations.count(weights | engine.runtime.slots.storages)
 
     def say(self, message: str) -> None:
         note(message)
@@ -96,8 +109,9 @@ class Reporter:
     def memory(self, engine: "Engine") -> dict[str, int]:
         """Bytes on this rank by category; categories do not overlap.
 
-        On an accelerator `activations_peak` is what its allocator held at most beyond the training state; on the CPU
-        nothing records it by itself and it is 0 (`onecopy.plan` measures it).
+        On an accelerator `activations_peak` is what its allocator held at most beyond the training state. On the CPU
+        nothing records that by itself: with `memory_breakdown` it is what the first forward saved for its backward,
+        else 0.
         """
         flats = [flat for unit in engine.units for flat in unit.buffers]
         wholes = {flat.whole.untyped_storage()._cdata for flat in flats if flat.whole is not None}
@@ -114,7 +128,7 @@ class Reporter:
             "masters": sum(master.nbytes for master in masters),
             "moments": engine.masters.state_nbytes() if engine.optimizer is not None else 0,
         }
-        peak = 0
+        peak = self._activations.nbytes or 0
         if engine.device.type != "cpu":
             peak = max(0, torch.accelerator.max_memory_allocated(engine.device) - sum(categories.values()))
         return {**categories, "activations_peak": peak}
