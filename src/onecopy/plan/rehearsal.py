@@ -11,6 +11,7 @@ from torch import nn
 
 import onecopy
 from onecopy.plan.ledger import Ledger
+from onecopy.plan.tape import Tape
 from onecopy.plan.whereabouts import Whereabouts
 
 
@@ -84,6 +85,8 @@ def rehearse(
     micro_batch: int,
     sequence: int,
     windows: int = 2,
+    warm: bool = False,
+    tape: Tape | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
     around: Callable[[Any, Ledger, Whereabouts], Any] | None = None,
     ledger: Ledger | None = None,
@@ -91,6 +94,9 @@ def rehearse(
     """Build, initialize and train `windows` optimizer steps under a ledger. Collective in a real world.
 
     Args:
+        warm: let optimizer state be there from the start, by a step on gradients that no forward made; one window then
+            stands for all later ones.
+        tape: records the last window's operators and transfers.
         prepare: what is done to the model before it is given to the engine (activation checkpointing).
         around: called with (engine, ledger, whereabouts) once the engine stands.
     """
@@ -109,7 +115,19 @@ def rehearse(
             around(engine, ledger, whereabouts)
         batch = subject.batch(micro_batch, sequence)
         ledger.adopt((value for value in batch.values()), "batch")
-        done = [_window(engine, ledger, whereabouts, subject, batch, number) for number in range(windows)]
+        if warm:
+            whereabouts.begin("step")
+            _warm(engine)
+            adopt_state(engine, ledger)
+        if tape is not None:
+            tape.where = ledger
+            ledger.operators = tape
+            engine.communicator.tape = tape
+        done = []
+        for number in range(windows):
+            if tape is not None:
+                tape.recording = number == windows - 1
+            done.append(_window(engine, ledger, whereabouts, subject, batch))
         memory = engine.memory()
         ledger.label()
         resting = ledger.by_category(len(ledger.events))
@@ -120,7 +138,7 @@ def rehearse(
     return Rehearsal(ledger, done, model_bytes, numel, resting, units, memory)
 
 
-def _window(engine: Any, ledger: Ledger, whereabouts: Whereabouts, subject: Subject, batch: dict[str, Any], number: int) -> Window:
+def _window(engine: Any, ledger: Ledger, whereabouts: Whereabouts, subject: Subject, batch: dict[str, Any]) -> Window:
     start = len(ledger.events)
     ledger.reset_peak()
     for micro in range(engine.gradient_accumulation_steps()):
@@ -138,6 +156,21 @@ def _window(engine: Any, ledger: Ledger, whereabouts: Whereabouts, subject: Subj
         engine.step()
     adopt_state(engine, ledger)
     return Window(start, len(ledger.events), ledger.peak, ledger.peak_at, engine.communication())
+
+
+@torch.no_grad()
+def _warm(engine: Any) -> None:
+    """Step once on gradients of zero, which makes the optimizer's state."""
+    engine.gradients.begin_backward(deferring=False)
+    for gradient in list(engine.gradients.all):
+        for index, place in enumerate(gradient.flat.layout.ranges):
+            engine.gradients.receive(gradient, index, torch.zeros((), dtype=gradient.wire_dtype).expand(place.shape))
+    engine.gradients.end_backward()
+    engine.runtime.micro_batches = engine.window.steps
+    engine.window.forced = True
+    engine.step()
+    engine.window.forced = None
+    engine.window.micro_steps = 0
 
 
 def adopt_state(engine: Any, ledger: Ledger) -> None:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from onecopy.comm.collective import Collective
 from onecopy.comm.communicator import Communicator
 from onecopy.errors import PlanError
+from onecopy.plan.tape import RecordingCollective
 from onecopy.sharding.parameter import GUARDED, UNGUARDED, call_guarded
 
 LARGEST_WORLD = 16_384
@@ -51,8 +51,7 @@ def virtual_world(world_size: int, accelerator: bool = True, rank: int = 0) -> I
             "this process already belongs to a torch.distributed world; plan before init_process_group, or in a process of its own (`onecopy plan`)"
         )
     with ExitStack() as stack:
-        warnings_kept = stack.enter_context(warnings.catch_warnings())
-        del warnings_kept
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         hidden = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ]
         stack.enter_context(mock.patch.dict(os.environ))
@@ -90,6 +89,6 @@ def _connect_as_on_accelerator(group: Any, device: torch.device, *_: Any, **__: 
     Autograd on fake CUDA tensors needs a CUDA build; sizes and order are the same on any device.
     """
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)  # type: ignore[arg-type]
-    communicator = Collective(dist.new_group(ranks), dist.new_group(ranks), device)
+    communicator = RecordingCollective(dist.new_group(ranks), dist.new_group(ranks), device)
     communicator._sums_on_the_wire = True
     return communicator

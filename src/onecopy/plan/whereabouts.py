@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from onecopy.plan.ledger import Ledger
-from onecopy.sharding.outputs import hook_outputs
+from onecopy.sharding.outputs import map_tensors
 
 
 class Whereabouts:
@@ -52,7 +52,7 @@ class Whereabouts:
             if module is self._last:
                 ledger.stretch = "after"
             if name in self.blocks and torch.is_grad_enabled():
-                return hook_outputs(output, self._backward_begins(name))
+                map_tensors(output, self._backward_begins(name))
             return None
 
         return leave
@@ -64,7 +64,12 @@ class Whereabouts:
             self.ledger.stretch = "block"
             self.ledger.module = name
 
-        return begins
+        def hook(output: torch.Tensor) -> torch.Tensor:
+            if output.requires_grad:
+                output.register_hook(begins)
+            return output
+
+        return hook
 
     def begin(self, phase: str) -> None:
         """A forward, backward or step of the whole model begins."""

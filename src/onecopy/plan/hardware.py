@@ -1,0 +1,147 @@
+"""Machines: what a GPU computes, holds and sends, from measurements carried in `data/` (each with its source).
+
+`data/hardware.csv` and `data/collective_busbw.csv` gather published figures: stas00/ml-engineering, the vTrain artifact's
+nccl-tests tables, llm-foundry's benchmark page, NVIDIA's data sheets. A row's own source and confidence stand in it.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import math
+import re
+import tomllib
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from onecopy.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. Rates are per second; bytes are bytes (not GiB); links are per direction and GPU.
+
+    Attributes:
+        matmul_fraction: share of the peak that the best matrix multiplication reaches.
+        link: inside a node; node_network: all network cards of one node together.
+        context: bytes that the CUDA context takes before anything is allocated.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+    matmul_fraction: float
+    link: float
+    node_network: float
+    link_fraction: float = 0.8
+    latency: float = 6e-6  # seconds a hop (fits of nccl-tests: 5.6 us on A100 NVLink, 6.7 us over EFA)
+    context: float = 0.9 * 2**30
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """So many GPUs, in nodes of so many."""
+
+    gpu: Gpu
+    count: int
+    per_node: int = 8
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.gpu.name}"
+
+    def transfer_seconds(self, nbytes: float) -> float:
+        """Seconds of one all-gather (or reduce-scatter) of a whole buffer of `nbytes` over all GPUs: alpha and beta.
+
+        A ring moves (N-1)/N of the buffer through every link; across nodes the node's network cards are shared by its
+        GPUs, of which only the ring's two ends cross, so the slower of the link and the network decides.
+        """
+        n = self.count
+        if n == 1:
+            return 0.0
+        rate = self.gpu.link * self.gpu.link_fraction
+        hops = min(n, self.per_node) - 1
+        if n > self.per_node:
+            rate = min(rate, 0.9 * self.gpu.node_network)
+            # Above some tens of ranks NCCL's latency grows with the nodes' logarithm rather than with the ranks.
+            hops += 4 * math.ceil(math.log2(n / self.per_node))
+        size = nbytes * (n - 1) / n
+        # Small messages reach less: half the rate at a few MiB a rank (measured tables: 64 GB/s at 16 MB, 362 at 1 GB on 32 GPUs).
+        return hops * self.gpu.latency + size / rate
+
+
+_ALIASES = {
+    "a100-80gb": "A100-SXM-80GB", "a100": "A100-SXM-80GB", "a100-40gb": "A100-SXM-40GB", "h100": "H100-SXM-80GB", "h100-80gb": "H100-SXM-80GB",
+    "h200": "H200-SXM-141GB", "b200": "B200-SXM-180GB", "v100": "V100-SXM-32GB", "v100-32gb": "V100-SXM-32GB", "l40s": "L40S-48GB",
+    "a10g": "A10G-24GB", "rtx3090": "RTX3090-24GB", "rtx4090": "RTX4090-24GB", "rtx5090": "RTX5090-32GB", "mi300x": "MI300X-192GB",
+    "a100-pcie": "A100-PCIe-80GB", "h100-pcie": "H100-PCIe-80GB",
+}  # fmt: skip
+
+
+@cache
+def known_gpus() -> dict[str, Gpu]:
+    """Every GPU of the table by its lower-case name."""
+    text = resources.files("onecopy.plan").joinpath("data/hardware.csv").read_text(encoding="utf-8")
+    found = {}
+    for row in csv.DictReader(text.splitlines()):
+        network = row["nic_node_gbps_per_dir"].split("-")[-1]
+        peak = float(row["peak_bf16_tflops_dense"] or row["peak_fp16_tflops_dense"])
+        found[row["gpu"].lower()] = Gpu(
+            name=row["gpu"],
+            memory=float(row["hbm_gb"]) * 1e9 if row["hbm_gb"] not in ("80", "40", "32", "24", "48") else float(row["hbm_gb"]) * 2**30 * 0.99,
+            bandwidth=float(row["hbm_gbps"]) * 1e9,
+            flops=peak * 1e12,
+            matmul_fraction=float(row["matmul_frac"] or 0.75),
+            link=float(row["intra_gbps_per_dir_per_gpu"]) * 1e9,
+            node_network=float(network) * 1e9,
+            link_fraction=min(0.8, float(row["link_frac"] or 0.6)),
+            source=row["sources"],
+        )
+    return found
+
+
+def machine(text: str, per_node: int = 8, file: str | Path | None = None) -> Machine:
+    """The machine that "8xA100-80GB" means.
+
+    Args:
+        file: a TOML file of the user's own GPUs: `[NAME]` tables with `Gpu`'s fields (memory and rates in plain units).
+
+    Raises:
+        PlanError: no count, or an unknown GPU; says the nearest names.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\S+)\s*", text)
+    count, name = (int(match[1]), match[2]) if match else (1, text.strip())
+    if count < 1:
+        raise PlanError(f"--gpus {text}: the count must be at least 1")
+    gpus = dict(known_gpus())
+    if file is not None:
+        gpus |= _own_gpus(Path(file))
+    wanted = name.lower()
+    found = gpus.get(wanted) or gpus.get(_ALIASES.get(wanted, "").lower())
+    if found is None:
+        names = [*_ALIASES, *gpus]
+        near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3)
+        raise PlanError(f"GPU '{name}' is not known; nearest: {', '.join(near) or ', '.join(gpus)}; add your own with --hardware FILE.toml")
+    return Machine(found, count, per_node)
+
+
+def _own_gpus(path: Path) -> dict[str, Gpu]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise PlanError(f"{path} cannot be read as TOML: {error}") from None
+    names = {field.name for field in fields(Gpu)}
+    own = {}
+    for name, table in tables.items():
+        for key in table:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, n=2)
+                raise PlanError(f"{path}: [{name}] has the unknown key '{key}'; nearest: {', '.join(near) or ', '.join(sorted(names))}")
+        try:
+            own[name.lower()] = replace(known_gpus()["a100-sxm-80gb"], name=name, source=str(path), **table)
+        except TypeError as error:
+            raise PlanError(f"{path}: [{name}] {error}") from None
+    return own

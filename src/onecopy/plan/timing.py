@@ -1,0 +1,112 @@
+"""Play a tape on a machine: one compute lane, one gather lane, one reduce lane, and what waits for what.
+
+    operator     a matrix multiplication takes the longer of FLOPs / (peak x fraction) and bytes / bandwidth, others bytes
+    transfer     starts when its lane is free and the compute lane has reached it; see `Machine.transfer_seconds`
+    wait         the compute lane stands until the transfer has arrived: exposed communication
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onecopy.plan.hardware import Machine
+from onecopy.plan.tape import Await, Compute, Event, Transfer
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What operators reach of a GPU's peaks; calibrated on published runs by `benchmarks/plan.py`.
+
+    Attributes:
+        matmul: share of the peak FLOP/s of large matrix multiplications in training (less than in a benchmark of one).
+        attention: the same inside fused attention kernels.
+        traffic: share of the memory bandwidth of all other operators.
+        launch: seconds an operator takes at least.
+        overlap: how much longer compute takes while a transfer runs (they share memory bandwidth).
+    """
+
+    matmul: float = 0.70
+    attention: float = 0.35
+    traffic: float = 0.75
+    launch: float = 4e-6
+    overlap: float = 1.0
+
+
+CALIBRATED: dict[str, Rates] = {}
+
+
+def rates_for(name: str) -> Rates:
+    return CALIBRATED.get(name.split("-")[0], Rates())
+
+
+@dataclass
+class Played:
+    """One step on the clock, in seconds.
+
+    Attributes:
+        bars: (lane, start, end, label) for a timeline.
+        exposed: seconds that the compute lane stood waiting.
+        flops: of all matrix multiplications and attention, recomputation included.
+    """
+
+    seconds: float = 0.0
+    compute: float = 0.0
+    exposed: float = 0.0
+    gather: float = 0.0
+    reduce: float = 0.0
+    flops: float = 0.0
+    by_phase: dict[str, float] = field(default_factory=dict)
+    bars: list[tuple[str, float, float, str]] = field(default_factory=list)
+
+
+def compute_seconds(event: Compute, machine: Machine, rates: Rates) -> float:
+    """Seconds of the operators of one stretch."""
+    gpu = machine.gpu
+    seconds = 0.0
+    for flops, nbytes, _ in event.matmuls:
+        seconds += max(flops / (gpu.flops * rates.matmul), nbytes / (gpu.bandwidth * rates.traffic), rates.launch)
+    seconds += event.attention / (gpu.flops * rates.attention)
+    others = event.operators - len(event.matmuls)
+    return seconds + max(event.traffic / (gpu.bandwidth * rates.traffic), others * rates.launch)
+
+
+def play(events: list[Event], machine: Machine, rates: Rates) -> Played:
+    """Let the three lanes run."""
+    played = Played()
+    now = 0.0
+    free = {"gather": 0.0, "reduce": 0.0}
+    arrives: dict[int, float] = {}
+    for event in events:
+        if isinstance(event, Compute):
+            seconds = compute_seconds(event, machine, rates)
+            if max(free.values()) > now:
+                seconds *= rates.overlap
+            played.bars.append(("compute", now, now + seconds, f"{event.phase} {event.module}".strip()))
+            played.by_phase[event.phase] = played.by_phase.get(event.phase, 0.0) + seconds
+            played.flops += sum(flops for flops, _, _ in event.matmuls) + event.attention
+            played.compute += seconds
+            now += seconds
+        elif isinstance(event, Transfer):
+            seconds = machine.transfer_seconds(event.nbytes)
+            start = max(now, free[event.lane])
+            free[event.lane] = arrives[event.number] = start + seconds
+            setattr(played, event.lane, getattr(played, event.lane) + seconds)
+            played.bars.append((event.lane, start, start + seconds, event.label))
+        elif isinstance(event, Await):
+            arrival = arrives.get(event.number, 0.0)
+            if arrival > now:
+                played.exposed += arrival - now
+                now = arrival
+    played.seconds = max(now, *free.values())
+    return played
+
+
+def chrome_trace(played: Played) -> dict[str, object]:
+    """The timeline in the format of chrome://tracing and Perfetto; times in microseconds."""
+    lanes = {"compute": 0, "gather": 1, "reduce": 2}
+    return {
+        "traceEvents": [
+            {"name": label, "cat": lane, "ph": "X", "ts": start * 1e6, "dur": (end - start) * 1e6, "pid": 0, "tid": lanes[lane]}
+            for lane, start, end, label in played.bars
+        ]
+    }
