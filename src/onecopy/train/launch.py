@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -15,7 +16,8 @@ def under_launcher() -> bool:
 
 
 def run_ranks(command: list[str], ranks: int) -> int:
-    """Run `python command` on `ranks` local processes; the exit code is the first failing rank's, else 0.
+    """Run `python command` on `ranks` local processes; the exit code is the first failing rank's, 128 plus the signal
+    that ended this process, or 0.
 
     When one rank fails the others are ended. Each rank gets an equal share of the CPUs as threads, unless
     OMP_NUM_THREADS is set.
@@ -37,6 +39,8 @@ def run_ranks(command: list[str], ranks: int) -> int:
     )
     try:
         elastic_launch(config, sys.executable)(*command)
+    except SignalException as interruption:  # the ranks have been ended
+        return 128 + int(interruption.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"rank {rank} failed with exit code {failure.exitcode}; its message is above", file=sys.stderr)

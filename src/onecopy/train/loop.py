@@ -43,9 +43,17 @@ def train(settings: Settings, resume: bool = False) -> Result:
     corpus = _shared_corpus(settings)
     run = Run(settings, corpus)
     try:
-        return run.go(resume)
-    finally:
+        result = run.go(resume)
+    except _ToldOnAllRanks:
         run.engine.destroy()
+        raise
+    # After any other error this rank may be the only one that has it, and destroying takes all of them.
+    run.engine.destroy()
+    return result
+
+
+class _ToldOnAllRanks(OneCopyError):
+    """A mistake that every rank finds at the same place, outside a step."""
 
 
 def _shared_corpus(settings: Settings) -> Corpus:
@@ -96,7 +104,7 @@ class Run:
             settings.save()
         first_step = self._load() if resume else 0
         if first_step >= settings.steps:
-            raise OneCopyError(f"the run has made {first_step} steps already; give --steps more than that to go on")
+            raise _ToldOnAllRanks(f"the run has made {first_step} steps already; give --steps more than that to go on")
         curve = Curve(settings.folder / "curve.csv", keep_before=first_step, active=self.rank == 0)
         started = time.perf_counter()
         clock = progress.Clock()
@@ -199,7 +207,7 @@ class Run:
         folder = self.settings.folder / "checkpoints"
         path, _ = self.engine.load_checkpoint(str(folder))
         if path is None:
-            raise OneCopyError(f"there is no complete checkpoint in {folder}; start the run without --resume")
+            raise _ToldOnAllRanks(f"there is no complete checkpoint in {folder}; start the run without --resume")
         return int(self.engine.global_steps)
 
     def _say_how_to_continue(self, display: progress.Display, checkpoint: str) -> None:
