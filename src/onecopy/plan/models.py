@@ -84,7 +84,21 @@ def from_config_dict(content: dict[str, Any], name: str, source: str = "") -> Su
         ids = torch.randint(0, vocabulary, (size, length))
         return {"input_ids": ids, "labels": ids.clone()}
 
-    return Subject(name, build, batch, lambda output: output.loss, 0 if kind == "image" else min(longest or 1024, 4096), source)
+    key = next((k for k in ("num_hidden_layers", "n_layer", "num_layers") if k in content), None)
+    return Subject(
+        name, build, batch, lambda output: output.loss, 0 if kind == "image" else min(longest or 1024, 4096), source,
+        layers=content[key] if key and kind != "sequence" else 0,
+        shrink=(lambda layers: from_config_dict(_shallower(content, key, layers), name, source)) if key and kind != "sequence" else None,
+    )  # fmt: skip
+
+
+def _shallower(content: dict[str, Any], key: str, layers: int) -> dict[str, Any]:
+    """The configuration with so many blocks; lists that have an entry a block are cut too."""
+    whole = content[key]
+    return {
+        name: layers if name == key else value[:layers] if isinstance(value, list) and len(value) == whole else value
+        for name, value in content.items()
+    }
 
 
 def _task_of(content: dict[str, Any]) -> str:

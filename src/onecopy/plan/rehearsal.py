@@ -25,6 +25,8 @@ class Subject:
         loss: the scalar loss in what forward returned.
         sequence: its usual sequence length in tokens; 0 where it has none.
         source: what the user named it by.
+        layers: its repeated blocks; 0 where they are not known.
+        shrink: the same model with fewer blocks, where that can be built.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Subject:
     loss: Callable[[Any], torch.Tensor]
     sequence: int = 0
     source: str = ""
+    layers: int = 0
+    shrink: "Callable[[int], Subject] | None" = None
 
 
 @dataclass

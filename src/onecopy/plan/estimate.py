@@ -1,0 +1,222 @@
+"""Many settings from few rehearsals: the state of the whole model, and two shallow depths and two micro-batches for the rest.
+
+Blocks of one shape cost the same, so beyond two of them memory and time grow by a constant a block, and everything that
+grows with the micro-batch does so by a constant a sample. The training state needs no such argument: the engine builds
+it for the whole model. A single setting can be rehearsed whole instead (`exact`), which is what the answer shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from onecopy.errors import PlanError
+from onecopy.plan.hardware import Machine
+from onecopy.plan.rehearsal import Rehearsal, Subject, rehearse
+from onecopy.plan.tape import Compute, Event, Tape
+from onecopy.plan.timing import Played, Rates, play
+from onecopy.plan.virtual import virtual_world
+from onecopy.plan.whereabouts import repeated_blocks
+
+SHALLOW = (2, 4)  # blocks
+CHECKPOINTING = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is chosen; `precision` is "bf16", "fp16" or "fp32"."""
+
+    stage: int = 3
+    micro_batch: int = 1
+    accumulation: int = 1
+    checkpointing: str = "none"
+    precision: str = "bf16"
+    slots: int = 2
+
+    def config(self, base: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The DeepSpeed-style JSON of this setting, over the user's own document."""
+        document: dict[str, Any] = {key: value for key, value in (base or {}).items() if key != "train_batch_size"}
+        document["train_micro_batch_size_per_gpu"] = self.micro_batch
+        document["gradient_accumulation_steps"] = self.accumulation
+        document["zero_optimization"] = {**document.get("zero_optimization", {}), "stage": self.stage}
+        document.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-4}})
+        if self.precision != "fp32":
+            document[self.precision] = {**document.get(self.precision, {}), "enabled": True}
+        if self.slots != 2:
+            document["onecopy"] = {**document.get("onecopy", {}), "slots": self.slots}
+        return document
+
+
+def exact(subject: Subject, setting: Setting, world_size: int, sequence: int, base: Any = None, windows: int = 1, tape: Tape | None = None) -> Rehearsal:
+    """Rehearse one setting with the whole model."""
+    config = {**setting.config(base), "steps_per_print": None}
+    with virtual_world(world_size), readable_errors(subject):
+        return rehearse(
+            subject, config, setting.micro_batch, sequence, windows=windows, warm=True, tape=tape,
+            prepare=partial(checkpoint_blocks, how=setting.checkpointing),
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def readable_errors(subject: Subject) -> Iterator[None]:
+    """A model that reads values cannot run without them: say where in its code."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        place = _users_line(error)
+        raise PlanError(
+            f"{subject.name} reads a tensor's value during forward ({error.func}) at {place}; a plan has no values: use torch.where or a fixed "
+            "shape there, or give the model a flag that leaves that code out"
+        ) from None
+
+
+def _users_line(error: BaseException) -> str:
+    place, trace = "an unknown place", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in file and "/onecopy/" not in file:
+            place = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def checkpoint_blocks(model: nn.Module, how: str) -> None:
+    """Let every repeated block be computed again in the backward ("full"), or all but its matrix products ("selective")."""
+    if how == "none":
+        return
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    kept = {
+        torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }  # fmt: skip
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
+    for block in repeated_blocks(model).values():
+        block.forward = _checkpointed(block.forward, checkpoint, options)  # type: ignore[method-assign]
+
+
+def _checkpointed(forward: Callable[..., Any], checkpoint: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return run
+
+
+@dataclass
+class Shallow:
+    """What two depths and two micro-batches of one (stage, checkpointing) say about all others."""
+
+    extra: dict[tuple[int, int], int]  # (depth, micro-batch): bytes at the peak beyond the resting state
+    tapes: dict[tuple[int, int], list[Event]]
+
+    def extra_bytes(self, layers: int, micro_batch: int) -> int:
+        """Bytes beyond the resting state at the peak."""
+        low, high = SHALLOW
+
+        def at(batch: int) -> float:
+            a_block = (self.extra[high, batch] - self.extra[low, batch]) / (high - low)
+            return self.extra[high, batch] + (layers - high) * a_block
+
+        return int(at(1) + (micro_batch - 1) * (at(2) - at(1)))
+
+    def seconds(self, layers: int, micro_batch: int, machine: Machine, rates: Rates) -> Played:
+        """One optimizer step of one micro-batch, extended to `layers`."""
+        low, high = SHALLOW
+        small, large = (play(between(self.tapes[d, 1], self.tapes[d, 2], micro_batch), machine, rates) for d in (low, high))
+        more = (layers - high) / (high - low)
+        grown = {
+            name: getattr(large, name) + more * (getattr(large, name) - getattr(small, name))
+            for name in ("seconds", "compute", "exposed", "gather", "reduce", "flops")
+        }
+        phases = {k: v + more * (v - small.by_phase.get(k, 0.0)) for k, v in large.by_phase.items()}
+        return Played(**grown, by_phase=phases)
+
+
+def between(one: list[Event], two: list[Event], batch: float) -> list[Event]:
+    """The tape at another micro-batch: what grows from the first tape to the second grows on by as much a sample."""
+    if len(one) != len(two):
+        return one if batch == 1 else two
+    more = batch - 1
+    result: list[Event] = []
+    for a, b in zip(one, two, strict=True):
+        if isinstance(a, Compute) and isinstance(b, Compute) and len(a.matmuls) == len(b.matmuls):
+            grow: Callable[[int, int], int] = lambda x, y: int(x + more * (y - x))  # noqa: E731
+            matmuls = [(grow(x[0], y[0]), grow(x[1], y[1]), x[2]) for x, y in zip(a.matmuls, b.matmuls, strict=True)]
+            result.append(Compute(a.phase, a.module, matmuls, grow(a.attention, b.attention), grow(a.traffic, b.traffic), a.operators))
+        else:
+            result.append(b)
+    return result
+
+
+class Estimator:
+    """Answers for any setting of one model on one world; rehearses what it needs once."""
+
+    def __init__(self, subject: Subject, world_size: int, sequence: int, base: dict[str, Any] | None = None) -> None:
+        self.subject = subject
+        self.world_size = world_size
+        self.sequence = sequence
+        self.base = base
+        self._resting: dict[tuple[Any, ...], Rehearsal] = {}
+        self._shallow: dict[tuple[Any, ...], Shallow] = {}
+
+    def resting(self, setting: Setting) -> Rehearsal:
+        """The training state of the whole model, without a forward."""
+        key = (setting.stage, setting.precision, setting.slots, setting.accumulation > 1)
+        if key not in self._resting:
+            self._resting[key] = exact(self.subject, replace(setting, micro_batch=1), self.world_size, 8, self.base, windows=0)
+        return self._resting[key]
+
+    def shallow(self, setting: Setting) -> Shallow:
+        key = (setting.stage, setting.precision, setting.slots, setting.checkpointing, setting.accumulation > 1)
+        if key not in self._shallow:
+            assert self.subject.shrink is not None
+            extra, tapes = {}, {}
+            for depth in SHALLOW:
+                for batch in (1, 2):
+                    tape = Tape()
+                    small = replace(setting, micro_batch=batch, accumulation=min(2, setting.accumulation))
+                    run = exact(self.subject.shrink(depth), small, self.world_size, self.sequence, self.base, tape=tape)
+                    extra[depth, batch] = run.peak - sum(run.resting.values())
+                    tapes[depth, batch] = tape.events
+            self._shallow[key] = Shallow(extra, tapes)
+        return self._shallow[key]
+
+    def peak(self, setting: Setting) -> int:
+        """Bytes the ledger would show at the peak."""
+        if self.subject.shrink is None:
+            return exact(self.subject, setting, self.world_size, self.sequence, self.base).peak
+        resting = sum(self.resting(setting).resting.values())
+        return resting + self.shallow(setting).extra_bytes(self.subject.layers, setting.micro_batch)
+
+    def played(self, setting: Setting, machine: Machine, rates: Rates) -> Played:
+        """The time of one optimizer step."""
+        single = replace(setting, accumulation=1)
+        if self.subject.shrink is None:
+            tape = Tape()
+            exact(self.subject, single, self.world_size, self.sequence, self.base, tape=tape)
+            played = play(tape.events, machine, rates)
+        else:
+            played = self.shallow(single).seconds(self.subject.layers, setting.micro_batch, machine, rates)
+        more = setting.accumulation - 1
+        if more:
+            # Whole gradients (stages 0 and 1) are reduced once a window, sharded ones at every micro-batch.
+            step = played.by_phase.get("step", 0.0)
+            a_batch = played.seconds - step - (played.exposed if setting.stage < 2 else 0.0)
+            for name in ("compute", "flops", *(("gather", "reduce", "exposed") if setting.stage == 3 else ())):
+                setattr(played, name, getattr(played, name) * (1 + more))
+            played.seconds += more * a_batch
+        return played
