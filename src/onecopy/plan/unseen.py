@@ -24,8 +24,8 @@ def unseen(allocated: int, world_size: int, context: float | None = None, commun
     nccl_bound = 0 if world_size == 1 else 2.0 * GIB
     rounding = 512 * 2000
     return [
-        Unseen("CUDA context and kernels", _or(context, 0.7 * GIB), _or(context, 1.1 * GIB), "0.47-0.92 GiB on A100, 1.1 on V100 (ml-engineering, BigScience)", "--context-gib"),
-        Unseen("NCCL buffers", _or(communication, nccl), _or(communication, nccl_bound), "+1-2 GiB after the first collectives (ml-engineering, nccl#864)", "--nccl-gib"),
+        Unseen("CUDA context and kernels", int(_or(context, 0.7 * GIB)), int(_or(context, 1.1 * GIB)), "0.47-0.92 GiB on A100, 1.1 on V100 (ml-engineering, BigScience)", "--context-gib"),
+        Unseen("NCCL buffers", int(_or(communication, nccl)), int(_or(communication, nccl_bound)), "+1-2 GiB after the first collectives (ml-engineering, nccl#864)", "--nccl-gib"),
         Unseen("allocator rounding", rounding, 4 * rounding, "512 bytes a tensor, 2 MiB a segment (torch's caching allocator)", "-"),
         Unseen("cuBLAS and cuDNN workspaces", int(0.03 * GIB), int(0.3 * GIB), "8-32 MiB a handle and stream on Hopper (torch)", "-"),
         Unseen(
@@ -42,5 +42,5 @@ NOT_IN_NUMBERS = (
 )
 
 
-def _or(value: float | None, default: float) -> int:
-    return int(default if value is None else value)
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

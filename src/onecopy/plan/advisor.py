@@ -1,0 +1,165 @@
+"""Which settings to take: every combination judged by its upper bound, the fastest that fits marked, and the reasons said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from onecopy.plan.estimate import CHECKPOINTING, Estimator, Setting
+from onecopy.plan.hardware import Machine
+from onecopy.plan.timing import Rates
+from onecopy.plan.unseen import GIB, unseen
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass
+class Choice:
+    """One row of the table; memory in bytes a GPU, time in seconds an optimizer step."""
+
+    setting: Setting
+    allocated: int
+    reserved: int
+    bound: int
+    fits: bool
+    headroom: int
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    exposed: float
+    why: str = ""
+
+    def row(self) -> dict[str, Any]:
+        s = self.setting
+        return {
+            "stage": s.stage, "micro_batch": s.micro_batch, "accumulation": s.accumulation, "checkpointing": s.checkpointing,
+            "fits": self.fits, "allocated_bytes": self.allocated, "reserved_bytes": self.reserved, "bound_bytes": self.bound,
+            "headroom_bytes": self.headroom, "step_seconds": self.seconds, "tokens_per_second_per_gpu": self.tokens_per_second,
+            "mfu": self.mfu, "exposed_communication_seconds": self.exposed, "why": self.why,
+        }  # fmt: skip
+
+
+def judge(estimator: Estimator, setting: Setting, machine: Machine, rates: Rates, overrides: dict[str, Any] | None = None, peak: int | None = None) -> Choice:
+    """Memory, time and verdict of one setting."""
+    allocated = estimator.peak(setting) if peak is None else peak
+    parts = unseen(allocated, machine.count, **(overrides or {}))
+    reserved = allocated + sum(part.guess for part in parts)
+    bound = allocated + sum(part.bound for part in parts)
+    played = estimator.played(setting, machine, rates)
+    tokens = setting.micro_batch * setting.accumulation * max(1, estimator.sequence)
+    again = 4 / 3 if setting.checkpointing == "full" else 1.0
+    mfu = min(1.0, played.flops / again / played.seconds / machine.gpu.flops)
+    return Choice(
+        setting, allocated, reserved, bound, bound <= machine.gpu.memory, int(machine.gpu.memory) - bound,
+        played.seconds, tokens / played.seconds, mfu, played.exposed,
+    )  # fmt: skip
+
+
+def largest_micro_batch(estimator: Estimator, setting: Setting, machine: Machine, overrides: dict[str, Any] | None = None, most: int = 4096) -> int:
+    """The largest micro-batch whose upper bound fits; 0 when even one sample does not."""
+
+    def fits(size: int) -> bool:
+        allocated = estimator.peak(replace(setting, micro_batch=size))
+        return allocated + sum(part.bound for part in unseen(allocated, machine.count, **(overrides or {}))) <= machine.gpu.memory
+
+    if estimator.subject.shrink is None or not fits(1):
+        return 1 if fits(1) else 0
+    low, high = 1, 2
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def search(estimator: Estimator, machine: Machine, rates: Rates, global_batch: int | None = None, precision: str = "bf16", overrides: dict[str, Any] | None = None) -> list[Choice]:
+    """Every stage and checkpointing with its largest useful micro-batch and half of it; fastest first among those that fit."""
+    choices = []
+    share = max(1, (global_batch or 0) // machine.count)
+    for stage in STAGES:
+        for checkpointing in CHECKPOINTING:
+            setting = Setting(stage, 1, 1, checkpointing, precision)
+            largest = largest_micro_batch(estimator, setting, machine, overrides, most=share if global_batch else 64)
+            for size in sorted({max(1, largest), max(1, largest // 2)}):
+                if global_batch:
+                    while share % size:
+                        size -= 1
+                accumulation = share // size if global_batch else 1
+                choices.append(judge(estimator, replace(setting, micro_batch=size, accumulation=accumulation), machine, rates, overrides))
+    unique = {choice.setting: choice for choice in choices}
+    ranked = sorted(unique.values(), key=lambda c: (not c.fits, -c.tokens_per_second if c.fits else c.bound))
+    for choice in ranked:
+        choice.why = _why(choice, machine)
+    return ranked
+
+
+def _why(choice: Choice, machine: Machine) -> str:
+    if not choice.fits:
+        return f"{-choice.headroom / GIB:.1f} GiB too much"
+    share = choice.exposed / choice.seconds
+    if share > 0.2:
+        return f"{share:.0%} of the step waits for communication"
+    if choice.setting.checkpointing != "none":
+        return "recomputes to save activations"
+    return "no recomputation, little waiting"
+
+
+def sentences(ranked: list[Choice], estimator: Estimator, machine: Machine) -> list[str]:
+    """The advice in words."""
+    fitting = [choice for choice in ranked if choice.fits]
+    said = []
+    if not fitting:
+        least = min(ranked, key=lambda c: c.bound)
+        needed = _gpus_needed(estimator, least.setting, machine)
+        said.append(
+            f"Nothing fits {machine}: the smallest setting (stage {least.setting.stage}, {least.setting.checkpointing} checkpointing, micro-batch "
+            f"{least.setting.micro_batch}) needs up to {least.bound / GIB:.1f} GiB of {machine.gpu.memory / GIB:.1f} GiB a GPU."
+        )
+        said.append(
+            f"The smallest change that fits: {needed} GPUs of this kind at stage 3." if needed
+            else "More GPUs alone do not help (activations or slots of one GPU are too large): use shorter sequences or GPUs with more memory."
+        )  # fmt: skip
+        return said
+    best = fitting[0]
+    said.append(
+        f"Take stage {best.setting.stage} with micro-batch {best.setting.micro_batch} and {best.setting.checkpointing} checkpointing: the fastest that "
+        f"fits, {best.tokens_per_second:,.0f} tokens/s a GPU, up to {best.bound / GIB:.1f} GiB."
+    )
+    per_stage = {stage: next((c for c in fitting if c.setting.stage == stage), None) for stage in STAGES}
+    two, three = per_stage[2], per_stage[3]
+    if two and three:
+        gain = three.tokens_per_second / two.tokens_per_second - 1
+        said.append(
+            f"Stage 2 fits: stage 3 would be {abs(gain):.0%} {'faster (its memory buys a larger micro-batch)' if gain > 0 else 'slower (it gathers weights twice a step)'}; "
+            "prefer stage 2 while it fits and is not slower."
+        )
+    elif three:
+        said.append("Stage 2 does not fit, so stage 3 pays: its weights are sharded too.")
+    none = [c for c in ranked if c.setting.checkpointing == "none" and c.setting.stage == best.setting.stage]
+    full = [c for c in ranked if c.setting.checkpointing == "full" and c.setting.stage == best.setting.stage]
+    if none and full and estimator.subject.shrink is not None:
+        one = replace(none[0].setting, micro_batch=1)
+        saved = estimator.peak(one) - estimator.peak(replace(one, checkpointing="full"))
+        rates_ = none[0].tokens_per_second / full[0].tokens_per_second - 1
+        said.append(f"Full checkpointing saves {saved / GIB:.1f} GiB a sample and costs about {max(0.0, rates_):.0%} of speed at the best micro-batch of each.")
+    if best.exposed > 0.2 * best.seconds:
+        said.append(
+            f"{best.exposed / best.seconds:.0%} of the step waits for communication over {machine.gpu.link / 1e9:.0f} GB/s links: larger micro-batches, "
+            "more accumulation at stage 2, or NVLink would hide it."
+        )
+    return said
+
+
+def _gpus_needed(estimator: Estimator, setting: Setting, machine: Machine) -> int:
+    """The smallest power-of-two count at which stage 3 with full checkpointing fits; 0 when none does."""
+    wanted = replace(setting, stage=3, checkpointing="full", micro_batch=1)
+    count = machine.count
+    while count < 16_384:
+        count *= 2
+        other = Estimator(estimator.subject, count, estimator.sequence, estimator.base)
+        other._shallow = estimator._shallow  # activations do not depend on the world
+        allocated = other.peak(wanted)
+        if allocated + sum(part.bound for part in unseen(allocated, count)) <= machine.gpu.memory:
+            return count
+    return 0

@@ -1,0 +1,192 @@
+"""`plan(...)`: one model on one machine, the chosen setting rehearsed whole, all others beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from onecopy.errors import PlanError
+from onecopy.plan.advisor import STAGES, Choice, judge, largest_micro_batch, search, sentences
+from onecopy.plan.estimate import CHECKPOINTING, Estimator, Setting, exact
+from onecopy.plan.hardware import Machine, machine
+from onecopy.plan.ledger import CATEGORIES
+from onecopy.plan.models import subject_for
+from onecopy.plan.rehearsal import Rehearsal, Subject
+from onecopy.plan.tape import Tape
+from onecopy.plan.timing import Played, Rates, chrome_trace, play, rates_for
+from onecopy.plan.unseen import GIB, NOT_IN_NUMBERS, Unseen, unseen
+
+
+@dataclass
+class Plan:
+    """The answer. Memory in bytes a GPU, times in seconds.
+
+    Attributes:
+        chosen: the setting that was rehearsed whole, with its verdict.
+        stages: the same setting at every stage; `settings` the advisor's table, where it was asked for.
+        largest_micro_batch: by upper bound, by stage.
+    """
+
+    subject: Subject
+    machine: Machine
+    sequence: int
+    numel: int
+    model_bytes: int
+    chosen: Choice
+    rehearsal: Rehearsal
+    played: Played
+    unseen: list[Unseen]
+    stages: list[Choice]
+    largest_micro_batch: dict[int, int]
+    settings: list[Choice] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+    base: dict[str, Any] | None = None
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by category at the peak."""
+        return self.rehearsal.at_peak()
+
+    def config(self) -> dict[str, Any]:
+        """The DeepSpeed-style JSON this plan recommends."""
+        best = next((choice for choice in self.settings if choice.fits), self.chosen)
+        document = best.setting.config(self.base)
+        document["train_batch_size"] = best.setting.micro_batch * best.setting.accumulation * self.machine.count
+        return document
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything for machines; units are in the names."""
+        return {
+            "model": self.subject.name, "parameters": self.numel, "model_bytes": self.model_bytes, "gpus": str(self.machine),
+            "gpu_memory_bytes": int(self.machine.gpu.memory), "sequence_tokens": self.sequence,
+            "chosen": self.chosen.row(), "peak_bytes_by_category": self.peak, "resting_bytes_by_category": self.rehearsal.resting,
+            "holders": [{"module": m, "category": c, "bytes": b} for m, c, b in self.rehearsal.holders()],
+            "unseen": [{"name": u.name, "guess_bytes": u.guess, "bound_bytes": u.bound, "source": u.source, "flag": u.flag} for u in self.unseen],
+            "sent": self.rehearsal.windows[-1].sent,
+            "stages": [choice.row() for choice in self.stages], "largest_micro_batch": self.largest_micro_batch,
+            "settings": [choice.row() for choice in self.settings], "advice": self.advice, "config": self.config(),
+        }  # fmt: skip
+
+    def text(self) -> str:
+        """The answer for people."""
+        return "\n".join(_lines(self))
+
+    def write(self, path: str | Path) -> None:
+        """Write the recommended configuration."""
+        Path(path).write_text(json.dumps(self.config(), indent=2) + "\n", encoding="utf-8")
+
+    def trace(self) -> dict[str, Any]:
+        """The three lanes as a chrome trace."""
+        return chrome_trace(self.played)
+
+
+def plan(
+    model: Any,
+    gpus: str | Machine = "8xA100-80GB",
+    sequence: int | None = None,
+    micro_batch: int = 1,
+    stage: int | None = None,
+    accumulation: int = 1,
+    checkpointing: str = "none",
+    precision: str = "bf16",
+    config: dict[str, Any] | str | Path | None = None,
+    advise: bool = False,
+    global_batch: int | None = None,
+    hardware: str | Path | None = None,
+    per_node: int = 8,
+    overrides: dict[str, Any] | None = None,
+) -> Plan:
+    """Plan training of `model` on `gpus`, without either. Not collective; needs a process outside any world.
+
+    Args:
+        model: a name (see `subject_for`) or a `Subject`.
+        sequence: tokens a sample; default: the model's longest, at most 4096.
+        stage: default: the lowest that fits, or 3.
+        config: the user's own document, whose keys the plan keeps.
+        advise: search all settings, for `global_batch` samples a step where that is given.
+        overrides: `context`, `communication` (bytes) and `fragmentation` (a share) in place of the defaults of `unseen`.
+
+    Raises:
+        PlanError: something cannot be planned; the message says what to change.
+    """
+    subject = subject_for(model)
+    where = gpus if isinstance(gpus, Machine) else machine(gpus, per_node, hardware)
+    length = sequence or subject.sequence or 1
+    base = json.loads(Path(config).read_text(encoding="utf-8")) if isinstance(config, str | Path) else config
+    setting = _setting(base, stage, micro_batch, accumulation, checkpointing, precision)
+    estimator = Estimator(subject, where.count, length, base)
+    rates = rates_for(where.gpu.name)
+    stages = [judge(estimator, replace(setting, stage=one), where, rates, overrides) for one in STAGES]
+    if stage is None and not (base or {}).get("zero_optimization", {}).get("stage"):
+        setting = replace(setting, stage=next((c.setting.stage for c in stages[1:] if c.fits), 3) if where.count > 1 else 0)
+    tape = Tape()
+    rehearsal = exact(subject, replace(setting, accumulation=min(2, setting.accumulation)), where.count, length, base, tape=tape)
+    largest = {one: largest_micro_batch(estimator, replace(setting, stage=one), where, overrides) for one in STAGES}
+    chosen = judge(estimator, setting, where, rates, overrides, peak=rehearsal.peak)
+    answer = Plan(
+        subject, where, length, rehearsal.numel, rehearsal.model_bytes, chosen, rehearsal, play(tape.events, where, rates),
+        unseen(rehearsal.peak, where.count, **(overrides or {})), stages, largest, base=base,
+    )  # fmt: skip
+    if advise:
+        answer.settings = search(estimator, where, rates, global_batch, setting.precision, overrides)
+        answer.advice = sentences(answer.settings, estimator, where)
+    elif not chosen.fits:
+        answer.advice = sentences(stages, estimator, where)
+    return answer
+
+
+def _setting(base: dict[str, Any] | None, stage: int | None, micro_batch: int, accumulation: int, checkpointing: str, precision: str) -> Setting:
+    if checkpointing not in CHECKPOINTING:
+        raise PlanError(f"checkpointing '{checkpointing}' is unknown; choose {', '.join(CHECKPOINTING)}")
+    if precision not in ("bf16", "fp16", "fp32"):
+        raise PlanError(f"precision '{precision}' is unknown; choose bf16, fp16 or fp32")
+    document = base or {}
+    if base is not None:
+        precision = next((kind for kind in ("bf16", "fp16") if document.get(kind, {}).get("enabled") is True), "fp32")
+    chosen = stage if stage is not None else document.get("zero_optimization", {}).get("stage", 3)
+    if chosen not in STAGES:
+        raise PlanError(f"stage {chosen} does not exist; choose 0, 1, 2 or 3")
+    given = [document.get("train_micro_batch_size_per_gpu"), document.get("gradient_accumulation_steps")]
+    size, steps = (value if isinstance(value, int) else default for value, default in zip(given, (micro_batch, accumulation), strict=True))
+    if size < 1 or steps < 1:
+        raise PlanError(f"micro-batch {size} and accumulation {steps} must be at least 1")
+    return Setting(chosen, size, steps, checkpointing, precision)
+
+
+def _lines(p: Plan) -> list[str]:
+    s, chosen = p.chosen.setting, p.chosen
+    lines = [
+        f"{p.subject.name}: {p.numel / 1e9:.2f} billion parameters on {p.machine} ({p.machine.gpu.memory / GIB:.1f} GiB each)",
+        f"stage {s.stage}, micro-batch {s.micro_batch}, {p.sequence} tokens a sample, accumulation {s.accumulation}, {s.checkpointing} checkpointing, {s.precision}",
+        "",
+        "Memory a GPU at the peak",
+    ]
+    lines += [f"  {name:<18} {_gib(p.peak[name])}" for name in CATEGORIES if p.peak[name]]
+    lines += [f"  {'allocated':<18} {_gib(chosen.allocated)}   counted by the ledger, nothing estimated"]
+    lines += ["  not seen by the ledger (guess, upper bound):"]
+    lines += [f"    {u.name:<26} {_gib(u.guess)} {_gib(u.bound)}   {u.source}" for u in p.unseen]
+    verdict = f"fits, {chosen.headroom / GIB:.1f} GiB spare" if chosen.fits else f"DOES NOT FIT: {-chosen.headroom / GIB:.1f} GiB too much"
+    lines += [f"  {'reserved':<18} {_gib(chosen.reserved)} (best guess)", f"  {'upper bound':<18} {_gib(chosen.bound)}   {verdict}", "", "Held by"]
+    lines += [f"  {_gib(b)}  {c:<16} {m or '(engine)'}" for m, c, b in p.rehearsal.holders(6)]
+    lines += ["", "stage   allocated     bound  fits  largest micro-batch   step time  tokens/s/GPU    MFU  exposed"]
+    for c in p.stages:
+        lines.append(
+            f"{c.setting.stage:>5} {_gib(c.allocated)} {_gib(c.bound)}  {'yes' if c.fits else 'no ':<4} {p.largest_micro_batch[c.setting.stage]:>20} "
+            f"{c.seconds:>9.3f} s {c.tokens_per_second:>13,.0f} {c.mfu:>6.1%} {c.exposed:>6.3f} s"
+        )
+    if p.settings:
+        lines += ["", "   stage  micro  accumulation  checkpointing       bound    headroom   step time  tokens/s/GPU  why"]
+        for number, c in enumerate(p.settings[:16]):
+            t = c.setting
+            lines.append(
+                f"{'->' if number == 0 and c.fits else '  '} {t.stage:>5} {t.micro_batch:>6} {t.accumulation:>13}  {t.checkpointing:<13} {_gib(c.bound)} "
+                f"{_gib(c.headroom)} {c.seconds:>9.3f} s {c.tokens_per_second:>13,.0f}  {c.why}"
+            )
+    lines += ["", *p.advice] if p.advice else []
+    return [*lines, "", "Not in the numbers:", *(f"  {text}" for text in NOT_IN_NUMBERS)]
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:>7.2f} GiB"
