@@ -131,9 +131,10 @@ def sentences(ranked: list[Choice], estimator: Estimator, machine: Machine) -> l
     if two and three:
         gain = three.tokens_per_second / two.tokens_per_second - 1
         said.append(
+            "Stage 2 fits and stage 3 is as fast: prefer stage 2, it sends less." if abs(gain) < 0.01 else
             f"Stage 2 fits: stage 3 would be {abs(gain):.0%} {'faster (its memory buys a larger micro-batch)' if gain > 0 else 'slower (it gathers weights twice a step)'}; "
             "prefer stage 2 while it fits and is not slower."
-        )
+        )  # fmt: skip
     elif three:
         said.append("Stage 2 does not fit, so stage 3 pays: its weights are sharded too.")
     none = [c for c in ranked if c.setting.checkpointing == "none" and c.setting.stage == best.setting.stage]

@@ -116,22 +116,65 @@ def _checkpointed(forward: Callable[..., Any], checkpoint: Any, options: dict[st
     return run
 
 
+Segment = tuple[str, str, str]  # (phase, stretch, "first" or "last" block or "")
+Profile = list[tuple[Segment, int]]  # at every birth of the window: where it was, and the bytes alive beyond the resting state
+
+
+def profile_of(run: Rehearsal) -> Profile:
+    """The last window, birth by birth."""
+    window, ledger = run.windows[-1], run.ledger
+    beyond = sum(ledger.by_category(window.start).values()) - sum(run.resting.values())
+    blocks: dict[str, int] = {}
+    profile: Profile = []
+    for event in ledger.events[window.start : window.stop]:
+        entry = ledger.entries[abs(event) - 1]
+        if event < 0:
+            beyond -= entry.nbytes
+            continue
+        beyond += entry.nbytes
+        name = _block_name(entry.module) if entry.stretch == "block" else ""
+        if name:
+            blocks.setdefault(name, len(blocks))
+        profile.append(((entry.phase, entry.stretch, name), beyond))
+    place = {name: "first" if order == 0 else "last" if order == len(blocks) - 1 else "" for name, order in blocks.items()}
+    return [((phase, stretch, place.get(name, "")), size) for (phase, stretch, name), size in profile]
+
+
+def _block_name(module: str) -> str:
+    parts = module.split(".")
+    return next((".".join(parts[: place + 1]) for place, part in enumerate(parts) if part.isdigit()), "")
+
+
 @dataclass
 class Shallow:
-    """What two depths and two micro-batches of one (stage, checkpointing) say about all others."""
+    """What two depths and two micro-batches of one (stage, checkpointing) say about all others.
 
-    extra: dict[tuple[int, int], int]  # (depth, micro-batch): bytes at the peak beyond the resting state
+    The place of the peak moves with depth and micro-batch (activations where the backward begins, gradients where it
+    ends), so every birth is extended by itself over micro-batches and every segment over depth, and the largest wins.
+    """
+
+    profiles: dict[tuple[int, int], Profile]  # (depth, micro-batch)
     tapes: dict[tuple[int, int], list[Event]]
 
     def extra_bytes(self, layers: int, micro_batch: int) -> int:
         """Bytes beyond the resting state at the peak."""
         low, high = SHALLOW
+        small, large = (self._segments(depth, micro_batch) for depth in (low, high))
+        more = (layers - high) / (high - low)
+        return int(max(size + more * (size - small.get(segment, size)) for segment, size in large.items()))
 
-        def at(batch: int) -> float:
-            a_block = (self.extra[high, batch] - self.extra[low, batch]) / (high - low)
-            return self.extra[high, batch] + (layers - high) * a_block
-
-        return int(at(1) + (micro_batch - 1) * (at(2) - at(1)))
+    def _segments(self, depth: int, micro_batch: int) -> dict[Segment, int]:
+        """Most bytes in each segment."""
+        one, two = self.profiles[depth, 1], self.profiles[depth, 2]
+        most: dict[Segment, int] = {}
+        if [segment for segment, _ in one] == [segment for segment, _ in two]:
+            sizes = [(segment, a + (micro_batch - 1) * (b - a)) for (segment, a), (_, b) in zip(one, two, strict=True)]
+        else:  # the model took another path for the second sample: extend the segments instead
+            first, second = _largest(one), _largest(two)
+            sizes = [(s, first.get(s, b) + (micro_batch - 1) * (b - first.get(s, b))) for s, b in second.items()]
+        for segment, size in sizes:
+            most[segment] = max(size, most.get(segment, size))
+        return most
 
     def seconds(self, layers: int, micro_batch: int, machine: Machine, rates: Rates) -> Played:
         """One optimizer step of one micro-batch, extended to `layers`."""
@@ -144,6 +187,13 @@ class Shallow:
         }
         phases = {k: v + more * (v - small.by_phase.get(k, 0.0)) for k, v in large.by_phase.items()}
         return Played(**grown, by_phase=phases)
+
+
+def _largest(profile: Profile) -> dict[Segment, int]:
+    most: dict[Segment, int] = {}
+    for segment, size in profile:
+        most[segment] = max(size, most.get(segment, size))
+    return most
 
 
 def between(one: list[Event], two: list[Event], batch: float) -> list[Event]:
@@ -184,15 +234,15 @@ class Estimator:
         key = (setting.stage, setting.precision, setting.slots, setting.checkpointing, setting.accumulation > 1)
         if key not in self._shallow:
             assert self.subject.shrink is not None
-            extra, tapes = {}, {}
+            profiles, tapes = {}, {}
             for depth in SHALLOW:
                 for batch in (1, 2):
                     tape = Tape()
                     small = replace(setting, micro_batch=batch, accumulation=min(2, setting.accumulation))
                     run = exact(self.subject.shrink(depth), small, self.world_size, self.sequence, self.base, tape=tape)
-                    extra[depth, batch] = run.peak - sum(run.resting.values())
+                    profiles[depth, batch] = profile_of(run)
                     tapes[depth, batch] = tape.events
-            self._shallow[key] = Shallow(extra, tapes)
+            self._shallow[key] = Shallow(profiles, tapes)
         return self._shallow[key]
 
     def peak(self, setting: Setting) -> int:

@@ -67,7 +67,7 @@ class Tape:
         if not self.recording:
             return
         name = func._schema.name
-        if name in _VIEWS or func.is_view:
+        if func.is_view or name in _NO_KERNEL or not name.startswith("aten::"):  # questions, transfers
             return
         segment = self._segment()
         segment.operators += 1
@@ -136,7 +136,7 @@ class _Recorded:
 
 
 # ------------------------------------------------------------------------------------------------------------------ costs
-_VIEWS = {"aten::detach", "aten::_unsafe_view", "aten::alias", "aten::empty", "aten::empty_like", "aten::lift_fresh", "aten::empty_strided"}
+_NO_KERNEL = {"aten::detach", "aten::_unsafe_view", "aten::alias", "aten::empty", "aten::empty_like", "aten::lift_fresh", "aten::empty_strided"}
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, result: torch.Tensor) -> tuple[int, int, int]:

@@ -21,11 +21,13 @@ class Rates:
         matmul: share of the peak FLOP/s of large matrix multiplications in training (less than in a benchmark of one).
         attention: the same inside fused attention kernels.
         traffic: share of the memory bandwidth of all other operators.
+        half: the smallest of a matrix multiplication's three sizes at which it reaches half of `matmul`.
         launch: seconds an operator takes at least.
         overlap: how much longer compute takes while a transfer runs (they share memory bandwidth).
     """
 
     matmul: float = 0.70
+    half: float = 0.0
     attention: float = 0.35
     traffic: float = 0.75
     launch: float = 4e-6
@@ -63,8 +65,9 @@ def compute_seconds(event: Compute, machine: Machine, rates: Rates) -> float:
     """Seconds of the operators of one stretch."""
     gpu = machine.gpu
     seconds = 0.0
-    for flops, nbytes, _ in event.matmuls:
-        seconds += max(flops / (gpu.flops * rates.matmul), nbytes / (gpu.bandwidth * rates.traffic), rates.launch)
+    for flops, nbytes, smallest in event.matmuls:
+        reached = rates.matmul * smallest / (smallest + rates.half)
+        seconds += max(flops / (gpu.flops * reached), nbytes / (gpu.bandwidth * rates.traffic), rates.launch)
     seconds += event.attention / (gpu.flops * rates.attention)
     others = event.operators - len(event.matmuls)
     return seconds + max(event.traffic / (gpu.bandwidth * rates.traffic), others * rates.launch)
@@ -97,7 +100,10 @@ def play(events: list[Event], machine: Machine, rates: Rates) -> Played:
             if arrival > now:
                 played.exposed += arrival - now
                 now = arrival
-    played.seconds = max(now, *free.values())
+    # What is still under way at the end (refreshed weights) arrives during the next step's forward.
+    late = max(0.0, max(free.values()) - now - played.by_phase.get("forward", 0.0))
+    played.exposed += late
+    played.seconds = now + late
     return played
 
 

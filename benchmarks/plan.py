@@ -1,0 +1,154 @@
+"""How far plans are from published runs: step time, calibrated on some models and judged on others, beside one constant.
+
+    python benchmarks/plan.py            the tables
+    python benchmarks/plan.py --fit      also fit the rates of `onecopy.plan.timing.CALIBRATED` anew
+
+The runs are public (sources in `benchmarks/data/published_runs.csv`), of other engines than this one: FSDP gathers and
+reduces the same bytes. Rows of models named in `CALIBRATION` fit the rates; all others are only judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import pickle
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onecopy.plan.estimate import Estimator, Setting
+from onecopy.plan.hardware import Machine, known_gpus
+from onecopy.plan.rehearsal import Subject
+from onecopy.plan.timing import Rates, rates_for
+from onecopy.train.model import GPT, GPTConfig
+
+HERE = Path(__file__).parent
+CALIBRATION = ("MPT-350m", "MPT-3b", "MPT-70b")
+GPUS = {"H100": "h100-sxm-80gb", "A100-80": "a100-sxm-80gb", "A100-40": "a100-sxm-40gb"}
+Row = dict[str, str]
+
+
+def rows() -> list[Row]:
+    """Runs without tensor or pipeline parallelism whose shape, step time and checkpointing are known, in bf16."""
+    with open(HERE / "data" / "published_runs.csv", encoding="utf-8") as file:
+        return [
+            row
+            for row in csv.DictReader(file)
+            if row["parallelism"] in ("FSDP", "ZeRO", "HSDP", "single") and row["suspect"] == "no" and row["step_time_s"]
+            and row["layers"] and row["act_ckpt"] in ("none", "full") and "fp8" not in row["precision"] and gpu_of(row)
+        ]  # fmt: skip
+
+
+def gpu_of(row: Row) -> str | None:
+    if row["gpu"].startswith("H100-SXM"):
+        return "H100"
+    return f"A100-{row['gpu_mem_gb']}" if row["gpu"] == "A100-SXM" and row["gpu_mem_gb"] in ("40", "80") else None
+
+
+def subject(row: Row, layers: int | None = None) -> Subject:
+    """A GPT of the row's shape: four times as wide inside, learned positions, tied, without biases, as MPT is."""
+    vocabulary, sequence, width = int(row["vocab"]), int(row["seq"]), int(row["hidden"])
+    shape = GPTConfig(vocabulary, sequence, layers or int(row["layers"]), int(row["heads"]), width)
+
+    def batch(size: int, length: int) -> dict[str, Any]:
+        return {"tokens": torch.zeros(size, length, dtype=torch.long), "targets": torch.zeros(size, length, dtype=torch.long)}
+
+    return Subject(row["model"], lambda: GPT(shape), batch, lambda loss: loss, sequence, layers=shape.layers, shrink=lambda n: subject(row, n))
+
+
+_estimators: dict[tuple[str, ...], Estimator] = {}
+
+
+def predict(row: Row, rates: Rates) -> float:
+    """Seconds of one optimizer step."""
+    key = (row["model"], row["seq"], row["hidden"])
+    if key not in _estimators:
+        _estimators[key] = Estimator(subject(row), 8, int(row["seq"]))
+    machine = Machine(known_gpus()[GPUS[gpu_of(row) or "H100"]], int(row["n_gpus"]))
+    setting = Setting(3, int(float(row["micro_batch"])), int(float(row["grad_accum"] or 1)), row["act_ckpt"])
+    return _estimators[key].played(setting, machine, rates).seconds
+
+
+def constant(row: Row, utilisation: float) -> float:
+    """The baseline: the model's FLOPs at one utilisation of the peak (recomputation counted)."""
+    tokens = float(row["seq"]) * float(row["global_batch"]) / float(row["n_gpus"])
+    flops = 6 * float(row["params"]) + 12 * float(row["layers"]) * float(row["hidden"]) * float(row["seq"])
+    again = 4 / 3 if row["act_ckpt"] == "full" else 1.0
+    return tokens * flops * again / (known_gpus()[GPUS[gpu_of(row) or "H100"]].flops * utilisation)
+
+
+def errors(chosen: list[Row], predicted: list[float]) -> tuple[float, float]:
+    """(mean, worst) absolute relative error."""
+    each = [abs(p / float(row["step_time_s"]) - 1) for row, p in zip(chosen, predicted, strict=True)]
+    return statistics.mean(each), max(each)
+
+
+def rank_correlation(first: list[float], second: list[float]) -> float:
+    def ranks(values: list[float]) -> list[int]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return sorted(range(len(values)), key=order.__getitem__)
+
+    return statistics.correlation(ranks(first), ranks(second))
+
+
+def fit(chosen: list[Row], start: Rates) -> Rates:
+    """Coordinate descent on the mean error, with a little of the worst."""
+
+    def cost(rates: Rates) -> float:
+        mean, worst = errors(chosen, [predict(row, rates) for row in chosen])
+        return mean + 0.1 * worst
+
+    best, best_cost = start, cost(start)
+    for step in (0.3, 0.15, 0.07, 0.03):
+        for _ in range(3):
+            before = best_cost
+            for name in ("matmul", "half", "attention", "traffic", "launch"):
+                for factor in (1 + step, 1 / (1 + step)):
+                    value = getattr(best, name) * factor
+                    if name in ("matmul", "traffic", "attention") and value > 0.95:
+                        continue
+                    trial = replace(best, **{name: value})
+                    now = cost(trial)
+                    if now < best_cost:
+                        best, best_cost = trial, now
+            if best_cost > before - 1e-5:
+                break
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--cache", help="a file that keeps the rehearsals between calls")
+    arguments = parser.parse_args()
+    if arguments.cache and Path(arguments.cache).exists():
+        for key, shallow in pickle.loads(Path(arguments.cache).read_bytes()).items():
+            row = next(r for r in rows() if (r["model"], r["seq"], r["hidden"]) == key)
+            _estimators[key] = Estimator(subject(row), 8, int(row["seq"]))
+            _estimators[key]._shallow = shallow
+    everything = rows()
+    print(f"{'GPU':<8} {'rows':>5} {'set':<12} {'ours: mean':>10} {'worst':>7} {'rank':>6}   {'one constant: mean':>18} {'worst':>7}")
+    for name in GPUS:
+        mine = [row for row in everything if gpu_of(row) == name]
+        fitted = [row for row in mine if row["model"] in CALIBRATION]
+        rates = rates_for(known_gpus()[GPUS[name]].name)
+        if arguments.fit:
+            rates = fit(fitted, replace(rates, half=rates.half or 100.0))
+            print(name, rates)
+        ideal = [constant(row, 1.0) / float(row["step_time_s"]) for row in fitted]
+        utilisation = statistics.median(ideal)
+        for label, chosen in (("calibration", fitted), ("held out", [row for row in mine if row not in fitted]), ("all", mine)):
+            ours = [predict(row, rates) for row in chosen]
+            mean, worst = errors(chosen, ours)
+            base_mean, base_worst = errors(chosen, [constant(row, utilisation) for row in chosen])
+            rank = rank_correlation(ours, [float(row["step_time_s"]) for row in chosen])
+            print(f"{name:<8} {len(chosen):>5} {label:<12} {mean:>10.1%} {worst:>7.1%} {rank:>6.3f}   {base_mean:>18.1%} {base_worst:>7.1%}")
+    if arguments.cache:
+        Path(arguments.cache).write_bytes(pickle.dumps({key: e._shallow for key, e in _estimators.items()}))
+
+
+if __name__ == "__main__":
+    main()
