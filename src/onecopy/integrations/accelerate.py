@@ -1,0 +1,65 @@
+"""accelerate on CPU ranks: without an accelerator it would take every rank of a DeepSpeed run for a run of its own.
+
+`PartialState` starts the process group, then finds no backend name and says that there is one process. The name is all
+it lacks, so it gets "gloo"; nothing changes on a machine with an accelerator or outside a launcher.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+_MODULE = "accelerate.state"
+
+
+def allow_cpu_ranks() -> None:
+    """Name gloo to accelerate where it finds no backend: now if it is imported, else when it is. Repeatable."""
+    if _MODULE in sys.modules:
+        _patch(sys.modules[_MODULE])
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Finds `accelerate.state` as usual, and patches it once it is loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _patch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _patch(module: Any) -> None:
+    state = module.PartialState
+    prepare = getattr(state, "_prepare_backend", None)
+    if prepare is None or hasattr(prepare, "_onecopy"):
+        return
+
+    def with_gloo(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        backend, kind = prepare(self, *args, **kwargs)
+        if backend is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and _meant_for_deepspeed():
+            return "gloo", module.DistributedType.MULTI_CPU
+        return backend, kind
+
+    with_gloo._onecopy = True  # type: ignore[attr-defined]
+    state._prepare_backend = with_gloo
+
+
+def _meant_for_deepspeed() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"

@@ -1,0 +1,92 @@
+"""DeepSpeed's public names on onecopy's engine; `docs/compatibility.md` says which are honoured, differ or are refused."""
+
+import argparse
+from typing import Any
+
+from onecopy.config import Config, load
+from onecopy.engine import Engine as DeepSpeedEngine
+from onecopy.engine import initialize
+from onecopy.integrations.deepspeed.missing import refuse_missing_modules
+from onecopy.integrations.deepspeed.refusal import refused_class, refused_function
+
+refuse_missing_modules()
+
+from . import accelerator, checkpoint, checkpointing, comm, launcher, ops, runtime, utils, zero  # noqa: E402
+from . import comm as dist  # noqa: E402
+from .accelerator import get_accelerator  # noqa: E402
+from .comm import init_distributed  # noqa: E402
+from .runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer  # noqa: E402
+from .runtime.config import DeepSpeedConfigError  # noqa: E402
+from .utils import OnDevice, log_dist, logger  # noqa: E402
+
+__version__ = "0.19.8+onecopy"
+version = __version__
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+__git_hash__ = __git_branch__ = None
+
+_NO_PIPELINE = "ZeRO-3 shards the model's layers without stages; give the whole model to initialize"
+
+PipelineModule = refused_class("PipelineModule", _NO_PIPELINE)
+PipelineEngine = refused_class("PipelineEngine", _NO_PIPELINE)
+InferenceEngine = refused_class(
+    "InferenceEngine", "call initialize without an optimizer at zero_optimization.stage 3, and the engine's forward"
+)
+init_inference = refused_function(
+    "init_inference", "call initialize without an optimizer at zero_optimization.stage 3, and the engine's forward"
+)
+default_inference_config = refused_function("default_inference_config", "there is no init_inference to configure")
+tp_model_init = refused_function(
+    "tp_model_init", "tensor parallelism is not in onecopy; parallelise with torch.distributed.tensor and pass mpu="
+)
+add_tuning_arguments = refused_function("add_tuning_arguments", "write the scheduler block of the configuration")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --deepspeed and --deepspeed_config (and their old hidden names) to a script's parser, which is returned."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="train with the deepspeed engine")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed JSON configuration file")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser
+
+
+def DeepSpeedConfig(config: Any, mpu: Any = None, mesh_device: Any = None) -> Config:
+    """The configuration, resolved for the ranks of this run; raises `DeepSpeedConfigError`."""
+    ranks = mpu.get_data_parallel_world_size() if mpu is not None else None
+    if ranks is None:
+        ranks = comm.get_world_size() if comm.is_initialized() else 1
+    return load(config, world_size=ranks)
+
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "InferenceEngine",
+    "OnDevice",
+    "PipelineEngine",
+    "PipelineModule",
+    "ZeROOptimizer",
+    "accelerator",
+    "add_config_arguments",
+    "add_tuning_arguments",
+    "checkpoint",
+    "checkpointing",
+    "comm",
+    "default_inference_config",
+    "dist",
+    "get_accelerator",
+    "init_distributed",
+    "init_inference",
+    "initialize",
+    "launcher",
+    "log_dist",
+    "logger",
+    "ops",
+    "runtime",
+    "tp_model_init",
+    "utils",
+    "zero",
+]

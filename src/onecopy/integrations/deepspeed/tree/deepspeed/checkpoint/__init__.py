@@ -1,0 +1,5 @@
+"""Helpers around checkpoints."""
+
+from . import utils
+
+__all__ = ["utils"]

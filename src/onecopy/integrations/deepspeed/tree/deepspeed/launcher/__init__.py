@@ -1,0 +1,5 @@
+"""DeepSpeed's launcher."""
+
+from . import runner
+
+__all__ = ["runner"]

@@ -1,0 +1,99 @@
+"""`deepspeed.utils`: state by parameter, leaf modules, logging, loaders."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from onecopy.utils import (
+    RepeatingLoader,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
+
+from ..comm import init_distributed, is_initialized
+from . import groups
+from .logging import log_dist, logger
+from .z3_leaf_module import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
+
+
+class OnDevice:
+    """Build a model on `device` ("meta" by default) with floating-point tensors in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._before = torch.get_default_dtype()
+            self._context = torch.device(self.device)
+            self._context.__enter__()
+            torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.enabled:
+            torch.set_default_dtype(self._before)
+            self._context.__exit__(*exception)
+
+
+def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Name the function's calls in profiles of torch."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(function.__qualname__):
+            return function(*args, **kwargs)
+
+    return named
+
+
+__all__ = [
+    "OnDevice",
+    "RepeatingLoader",
+    "get_z3_leaf_modules",
+    "groups",
+    "init_distributed",
+    "instrument_w_nvtx",
+    "is_initialized",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]

@@ -1,0 +1,3 @@
+"""`deepspeed.zero`: building and reading sharded models."""
+
+from .runtime.zero import *  # noqa: F403
