@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -308,3 +308,85 @@ def assert_ranks_agree(runs: list[Run], about: object = "") -> None:
     assert len({run.fingerprint for run in runs}) == 1, f"ranks differ {about}"
     for rank, run in enumerate(runs):
         assert not run.residue, f"left after a step on rank {rank}: {run.residue} {about}"
+
+
+# --------------------------------------------------------------------------------------------- free-form training loops
+Losses = Callable[[Any, int, int], Iterator[torch.Tensor]]
+# With torch's epsilon, Adam magnifies the rounding of a gradient that is nearly zero by lr / eps.
+ADAMW = {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 0.1}}
+
+
+def configuration(stage: int, **more: Any) -> dict[str, Any]:
+    """The shortest useful configuration of a stage, unclipped, with `more` keys."""
+    base = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "optimizer": ADAMW}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
+    return {**base, "zero_optimization": zero, **more}
+
+
+def plain_weights(
+    build: Callable[[], nn.Module], losses: Losses, world_size: int, steps: int = 3, micros: int = 1, clip: float = 0.0
+) -> dict[str, torch.Tensor]:
+    """What one process of plain torch gives: the mean over `micros` micro-batches and ranks of all losses' gradients."""
+    model = build()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW["params"], foreach=False)
+    for step in range(steps):
+        for micro in range(micros):
+            for rank in range(world_size):
+                for loss in losses(model, step * micros + micro, rank):
+                    (loss / (world_size * micros)).backward(retain_graph=True)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_weights(
+    engine: Any, wanted: dict[str, torch.Tensor], relative: float = 2e-5, absolute: float = 2e-6
+) -> None:
+    """The engine's full masters are these. Collective."""
+    got = full_masters(engine)
+    assert got.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(
+            got[name].to(weight.dtype),
+            weight,
+            rtol=relative,
+            atol=absolute,
+            msg=lambda m, n=name: f"weights of {n}: {m}",
+        )
+
+
+def check_loop(
+    build: Callable[[], nn.Module],
+    losses: Losses,
+    stage: int,
+    steps: int = 3,
+    micros: int = 1,
+    backward: str = "engine",
+    tolerance: tuple[float, float] = (2e-5, 2e-6),
+    keep_graph: bool = False,
+    **more: Any,
+) -> None:
+    """Train `losses(model, micro_batch, rank)` with the engine on this rank and compare the weights with plain torch's.
+
+    `backward` is "engine" (`engine.backward(loss)`) or "plain" (`loss.backward()`). Collective.
+    """
+    engine, _, _, _ = onecopy.initialize(
+        model=build(), config=configuration(stage, gradient_accumulation_steps=micros, **more)
+    )
+    rank, size = engine.communicator.rank, engine.communicator.world_size
+    for step in range(steps):
+        for micro in range(micros):
+            for loss in losses(engine, step * micros + micro, rank):
+                if backward == "engine":
+                    engine.backward(loss, retain_graph=keep_graph)
+                else:
+                    loss.backward(retain_graph=keep_graph)
+            engine.step()
+        left = residue_of(engine)
+        assert not left, left
+    assert engine.global_steps == steps and engine.skipped_steps == 0
+    wanted = plain_weights(build, losses, size, steps, micros, more.get("gradient_clipping", 0.0))
+    assert_weights(engine, wanted, *tolerance)
+    engine.destroy()

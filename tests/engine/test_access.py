@@ -1,0 +1,165 @@
+"""State by parameter: read and written whole at every stage, and edits that the next steps keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onecopy
+from onecopy.errors import ReleasedParameterError
+from onecopy.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from tests.worlds import World
+
+GetWorld = Callable[[int], World]
+STAGES = (0, 1, 2, 3)
+
+
+def engine_of(stage: int, **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)], nn.Linear(5, 3))
+    document = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_clipping": 0.0,
+        **more,
+    }
+    engine, *_ = onecopy.initialize(model=model, config=document)
+    return engine
+
+
+def batch(engine: Any, seed: int = 0) -> torch.Tensor:
+    everyone = torch.randn(2 * engine.dp_world_size, 5, generator=torch.Generator().manual_seed(seed))
+    return everyone[2 * engine.communicator.rank :][:2]
+
+
+def loss_of(engine: Any, seed: int = 0) -> torch.Tensor:
+    loss: torch.Tensor = engine(batch(engine, seed)).square().mean()
+    return loss
+
+
+def read_all(stage: int) -> dict[str, Any]:
+    """Gradient, master and first moment of every parameter around one step."""
+    engine = engine_of(stage)
+    parameters = dict(engine.module.named_parameters())
+    before = {name: safe_get_full_optimizer_state(p, "exp_avg") for name, p in parameters.items()}
+    outside = [safe_get_full_grad(p) for p in parameters.values()]
+    engine.backward(loss_of(engine))
+    gradients = {name: safe_get_full_grad(p) for name, p in parameters.items()}
+    engine.step()
+    moments = {name: safe_get_full_optimizer_state(p, "exp_avg") for name, p in parameters.items()}
+    masters = {name: safe_get_full_fp32_param(p) for name, p in parameters.items()}
+    with pytest.raises(ValueError, match="exp_avg_sq"):
+        safe_get_full_optimizer_state(parameters["3.weight"], "exp_average")
+    engine.destroy()
+    nothing = all(value is None for value in [*before.values(), *outside])
+    return {"gradients": gradients, "moments": moments, "masters": masters, "nothing before": nothing}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_reads_are_those_of_plain_torch(world: GetWorld, size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)], nn.Linear(5, 3))
+    everyone = torch.randn(2 * size, 5, generator=torch.Generator().manual_seed(0))
+    model(everyone).square().mean().backward()
+    for stage in STAGES:
+        for rank in world(size).run(read_all, stage):
+            assert rank["nothing before"]
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(rank["gradients"][name], parameter.grad)
+                torch.testing.assert_close(rank["moments"][name], 0.1 * parameter.grad)
+                assert rank["masters"][name].shape == parameter.shape
+
+
+def write_all(stage: int) -> list[float]:
+    """Set a master, a moment and a gradient; each is what the step uses."""
+    engine = engine_of(stage, optimizer={"type": "SGD", "params": {"lr": 1.0, "momentum": 0.5}})
+    weight, bias = engine.module[3].weight, engine.module[3].bias
+    safe_set_full_fp32_param(weight, torch.full((3, 5), 2.0))
+    with torch.no_grad():
+        seen = float(engine(torch.ones(1, 5)).sum())  # the live weight follows at once
+    engine.backward(loss_of(engine))
+    safe_set_full_grad(bias, torch.full((3,), 4.0))
+    before = safe_get_full_fp32_param(bias)
+    engine.step()
+    moved = before - safe_get_full_fp32_param(bias)
+    safe_set_full_optimizer_state(bias, torch.zeros(3), "momentum_buffer")
+    state = safe_get_full_optimizer_state(bias, "momentum_buffer")
+    whole_sum = float(safe_get_full_fp32_param(weight).sum())
+    local = float(safe_get_local_fp32_param(weight).sum()) if stage == 3 else whole_sum
+    engine.destroy()
+    return [seen, *moved.tolist(), float(state.abs().sum()), whole_sum, local]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_writes_are_what_the_step_uses(world: GetWorld, stage: int) -> None:
+    first, second = world(2).run(write_all, stage)
+    assert first[:6] == second[:6]
+    assert first[1:4] == [4.0, 4.0, 4.0] and first[4] == 0.0
+    if stage == 3:
+        assert first[6] + second[6] == pytest.approx(first[5])
+
+
+def edit(stage: int, low: bool) -> dict[str, Any]:
+    """One rank edits a row inside GatheredParameters; a step with lr 0 follows."""
+    engine = engine_of(stage, optimizer={"type": "SGD", "params": {"lr": 0.0}}, bf16={"enabled": low})
+    parameters = list(engine.module.parameters())
+    before = [safe_get_full_fp32_param(p) for p in parameters]
+    with onecopy.zero.GatheredParameters(parameters, modifier_rank=0):
+        shapes = [tuple(p.shape) for p in parameters]
+        if engine.global_rank == 0:
+            engine.module[3].weight.data[1] = 7.0
+    dtype = torch.bfloat16 if low else torch.float32
+    engine.backward(engine(batch(engine).to(dtype)).square().mean())
+    engine.step()
+    after = [safe_get_full_fp32_param(p) for p in parameters]
+    with onecopy.zero.GatheredParameters(engine.module[3].weight):
+        live = engine.module[3].weight.detach().float().clone()
+    edited = next(place for place, p in enumerate(parameters) if p is engine.module[3].weight)
+    others_kept = all(torch.equal(a, b) for place, (a, b) in enumerate(zip(before, after)) if place != edited)
+    rows_kept = torch.equal(before[edited][0], after[edited][0])
+    engine.destroy()
+    return {"shapes": shapes, "row": after[edited][1], "live": live[1], "others kept": others_kept and rows_kept}
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_of_one_rank_reach_every_master(world: GetWorld, stage: int, low: bool) -> None:
+    """Edits last; what was not edited keeps the precision of its master."""
+    for rank in world(2).run(edit, stage, low):
+        assert (5, 5) in rank["shapes"] and rank["others kept"]
+        assert rank["row"].tolist() == rank["live"].tolist() == [7.0] * 5
+
+
+def read_released() -> list[str]:
+    engine = engine_of(3)
+    said = []
+    for read in (lambda p: p * 2, lambda p: p.detach(), lambda p: p.data.fill_(0.0), torch.clone):
+        try:
+            read(engine.module[0][0].weight)
+            said.append("nothing")
+        except ReleasedParameterError as error:
+            said.append(str(error))
+    count = onecopy.utils.count_parameters(engine.module)
+    engine.destroy()
+    return [*said, str(count)]
+
+
+def test_a_released_parameter_raises_and_names_the_remedy(world: GetWorld) -> None:
+    """A stand-in for absent weights must not broadcast, nor swallow a write, without a word."""
+    for said in world(2).run(read_released):
+        for message in said[:4]:
+            assert "'0.0.weight'" in message and "GatheredParameters" in message
+        assert said[4] == str(3 * 30 + 18)
