@@ -1,0 +1,333 @@
+"""Checkpoints measured against torch.save, torch's DCP with FSDP2, and DeepSpeed, all in one run on one machine.
+
+    python benchmarks/checkpoint.py [--layers 30] [--rounds 3] [--folder DIR] [--json FILE]
+
+A Llama of 135 million parameters (fp32 training state with AdamW, 1.6 GB) on two CPU ranks. Contenders take turns, so that
+a noisy machine is noisy for all; the table gives the best round of each and the ratios. DeepSpeed is left out where it
+is not installed. Everything is forced to the disk (`fsync`) unless the table says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path[:0] = [str(Path(__file__).parents[1] / "src")]
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+VOCABULARY, WIDTH, INNER = 49152, 576, 1536
+
+
+def make_model(layers: int) -> nn.Module:
+    """The shape of SmolLM2-135M, with tied embeddings and random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=layers,
+        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True, max_position_embeddings=256,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def settings(world: int, stage: int = 3, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": world,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def step_of(engine: Any) -> None:
+    tokens = torch.randint(0, VOCABULARY, (1, 16))
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds from a barrier until all ranks are done."""
+    if dist.is_initialized():
+        dist.barrier()
+    started = time.perf_counter()
+    work()
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter() - started
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """Bytes of this process's resident memory at its highest while `work` ran."""
+    Path("/proc/self/clear_refs").write_text("5")
+    work()
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def fresh(folder: Path, name: str) -> Path:
+    """A new folder; what the round before left there is gone on every rank."""
+    path = folder / name
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        os.sync()
+    dist.barrier()
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------- contenders
+def ours(folder: Path, layers: int, rounds: int) -> dict[str, list[float]]:
+    import onecopy
+
+    engine = onecopy.initialize(model=make_model(layers), config=settings(2))[0]
+    step_of(engine)
+    found: dict[str, list[float]] = {"save": [], "load": [], "copy": [], "async": [], "torch.save": [], "torch.save, no fsync": []}
+    found["bytes"] = [_bytes_of(engine)]
+    for _ in range(rounds):
+        path = fresh(folder, "plain")
+        found["torch.save, no fsync"].append(timed(lambda: _plain_save(engine, path, sync=False)))
+        path = fresh(folder, "plain")
+        found["torch.save"].append(timed(lambda: _plain_save(engine, path, sync=True)))
+        path = fresh(folder, "ours")
+        found["save"].append(timed(lambda: engine.save_checkpoint(path)))
+        found["load"].append(timed(lambda: engine.load_checkpoint(path)))
+    shutil.rmtree(folder / "plain", ignore_errors=True)
+    engine.configuration = _asynchronous(engine.configuration)
+    for _ in range(rounds):
+        path = fresh(folder, "asynchronous")
+        pieces = [value for _, value in _pieces(engine)]
+        found["copy"].append(timed(lambda: [piece.clone() for piece in pieces]))
+        found["async"].append(timed(lambda: engine.save_checkpoint(path)))
+        engine.wait_for_checkpoint()
+    shutil.rmtree(folder / "asynchronous", ignore_errors=True)
+    engine.destroy()
+    return found
+
+
+def _asynchronous(configuration: Any) -> Any:
+    import dataclasses
+
+    changed = dataclasses.replace(configuration.checkpoint, async_save=True)
+    return dataclasses.replace(configuration, checkpoint=changed)
+
+
+def _pieces(engine: Any) -> list[tuple[str, torch.Tensor]]:
+    from onecopy.checkpoint.pieces import model_pieces, optimizer_pieces
+
+    return [(f"{p.key}/{p.start}", p.data) for p in (*model_pieces(engine), *optimizer_pieces(engine)[0])]
+
+
+def _bytes_of(engine: Any) -> float:
+    return float(sum(value.nbytes for _, value in _pieces(engine)))
+
+
+def _plain_save(engine: Any, path: Path, sync: bool) -> None:
+    """The same bytes in one `torch.save` a process: whole flat tensors, which suits it best."""
+    flats = [flat.master for unit in engine.units for flat in unit.buffers]
+    states = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
+    file = path / f"rank{dist.get_rank()}.pt"
+    torch.save([flats, states], file)
+    if sync:
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def torch_dcp(folder: Path, layers: int, rounds: int) -> dict[str, list[float]]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model(layers)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(0, VOCABULARY, (1, 16))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    found: dict[str, list[float]] = {"save": [], "load": []}
+    for _ in range(rounds):
+        path = fresh(folder, "dcp")
+
+        def save(path: Path = path) -> None:
+            weights, states = get_state_dict(model, optimizer)
+            dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path)
+
+        def load(path: Path = path) -> None:
+            weights, states = get_state_dict(model, optimizer)
+            dcp.load({"model": weights, "optimizer": states}, checkpoint_id=path)
+
+        found["save"].append(timed(save))
+        found["load"].append(timed(load))
+    shutil.rmtree(folder / "dcp", ignore_errors=True)
+    return found
+
+
+def deepspeed(folder: Path, layers: int, rounds: int) -> dict[str, list[float]]:
+    import deepspeed as theirs  # type: ignore[import-not-found]
+
+    theirs.init_distributed("gloo")
+    model = make_model(layers)
+    engine, *_ = theirs.initialize(model=model, model_parameters=model.parameters(), config=settings(2))
+    step_of(engine)
+    found: dict[str, list[float]] = {"save": [], "load": []}
+    for _ in range(rounds):
+        path = fresh(folder, "deepspeed")
+        found["save"].append(timed(lambda: engine.save_checkpoint(str(path))))
+        found["load"].append(timed(lambda: engine.load_checkpoint(str(path))))
+    return found
+
+
+def elsewhere(folder: Path, layers: int, rounds: int) -> dict[str, list[float]]:
+    """Three ranks resume what two saved: peak memory of the load, and of a training step."""
+    import onecopy
+
+    engine = onecopy.initialize(model=make_model(layers), config=settings(3))[0]
+    training = peak_of(lambda: step_of(engine))
+    training = max(training, peak_of(lambda: step_of(engine)))
+    loading = peak_of(lambda: engine.load_checkpoint(folder / "ours"))
+    engine.destroy()
+    return {"training peak": [float(training)], "load peak": [float(loading)]}
+
+
+def export_ours(folder: Path, layers: int, rounds: int) -> dict[str, list[float]]:
+    from onecopy.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as convert
+
+    return _conversion(lambda: convert(folder / "ours", folder / "out", max_shard_size=None), folder)
+
+
+def export_deepspeed(folder: Path, layers: int, rounds: int) -> dict[str, list[float]]:
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
+
+    return _conversion(lambda: convert(str(folder / "deepspeed"), str(folder / "out"), max_shard_size=None), folder)
+
+
+def _conversion(work: Callable[[], Any], folder: Path) -> dict[str, list[float]]:
+    """Seconds, and bytes of the peak above what the process held before."""
+    before = _status("VmRSS")
+    started = time.perf_counter()
+    peak = peak_of(work)
+    seconds = time.perf_counter() - started
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    return {"seconds": [seconds], "peak": [float(peak - before)]}
+
+
+# -------------------------------------------------------------------------------------------------------------- driving
+CONTENDERS = {"ours": (ours, 2), "dcp": (torch_dcp, 2), "deepspeed": (deepspeed, 2), "elsewhere": (elsewhere, 3)}
+CONVERTERS = {"export ours": export_ours, "export deepspeed": export_deepspeed}
+
+
+def rank_main(name: str, folder: Path, layers: int, rounds: int) -> None:
+    """What a rank (or a converter, alone) does; rank 0 prints what it measured."""
+    torch.set_num_threads(1)
+    if name in CONVERTERS:
+        print("RESULT", json.dumps(CONVERTERS[name](folder, layers, rounds)))
+        return
+    dist.init_process_group("gloo")
+    result = CONTENDERS[name][0](folder, layers, rounds)
+    if dist.get_rank() == 0:
+        print("RESULT", json.dumps(result))
+    os._exit(0)
+
+
+def start(name: str, options: argparse.Namespace, folder: Path, port: int) -> dict[str, list[float]] | None:
+    """Run a contender's ranks and return what its first rank measured."""
+    world = CONTENDERS[name][1] if name in CONTENDERS else 1
+    command = [sys.executable, __file__, "--as", name, "--folder", str(folder), "--layers", str(options.layers), "--rounds", str(options.rounds)]
+    ranks = []
+    for rank in range(world):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **{key: str(value) for key, value in place.items()}}
+        # A session of their own: DeepSpeed's ranks would be stopped for touching the terminal otherwise.
+        ranks.append(
+            subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, start_new_session=True,
+            )
+        )  # fmt: skip
+    texts = [""] * world
+    limit = threading.Timer(1200, lambda: [rank.kill() for rank in ranks])
+    limit.start()
+    readers = [threading.Thread(target=lambda r=r: texts.__setitem__(r, ranks[r].communicate()[0])) for r in range(world)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    limit.cancel()
+    lines = [line for line in texts[0].splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        print(f"{name} failed:\n{texts[0][-3000:]}", file=sys.stderr)
+        return None
+    return json.loads(lines[-1].removeprefix("RESULT "))  # type: ignore[no-any-return]
+
+
+def report(found: dict[str, dict[str, list[float]]]) -> list[str]:
+    """The lines of the table: what, ours, other, ratio, wanted."""
+    ours = found["ours"]
+    best = {name: {key: min(values) for key, values in result.items() if values} for name, result in found.items()}
+    mine = best["ours"]
+    rows = [("save, against torch.save with fsync", mine["save"], mine["torch.save"], "at most 1.11")]
+    rows += [("save, against torch.save without fsync", mine["save"], mine["torch.save, no fsync"], "")]
+    rows += [("asynchronous save stalls, against copying", mine["async"], mine["copy"], "at most 1.2")]
+    if "dcp" in best:
+        rows += [("save, against DCP with FSDP2", mine["save"], best["dcp"]["save"], "at most 1")]
+        rows += [("load, against DCP with FSDP2", mine["load"], best["dcp"]["load"], "")]
+    if "deepspeed" in best:
+        rows += [("save, against DeepSpeed (no fsync)", mine["save"], best["deepspeed"]["save"], "")]
+        rows += [("load, against DeepSpeed", mine["load"], best["deepspeed"]["load"], "")]
+    lines = ["| what | onecopy, s | other, s | ratio | wanted |", "|---|---|---|---|---|"]
+    lines += [f"| {what} | {a:.2f} | {b:.2f} | {a / b:.2f} | {wanted} |" for what, a, b, wanted in rows]
+    if "export deepspeed" in best:
+        a, b = best["export ours"], best["export deepspeed"]
+        lines.append(f"| fp32 export, against zero_to_fp32 | {a['seconds']:.2f} | {b['seconds']:.2f} | {a['seconds'] / b['seconds']:.2f} | at most 0.5 |")
+        lines.append(f"| its extra memory, MB | {a['peak'] / 1e6:.0f} | {b['peak'] / 1e6:.0f} | {a['peak'] / b['peak']:.2f} | at most 0.25 |")
+    if "elsewhere" in best:
+        a, b = best["elsewhere"]["load peak"], best["elsewhere"]["training peak"]
+        lines.append(f"| peak memory of a resume on 3 ranks against a step's, MB | {a / 1e6:.0f} | {b / 1e6:.0f} | {a / b:.2f} | at most 1.2 |")
+    return [f"{ours['bytes'][0] * 2 / 1e9:.2f} GB of state on two ranks, {ours['bytes'][0] / 1e9 / mine['save']:.2f} GB/s a rank", "", *lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--as", dest="name", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.name:
+        rank_main(options.name, options.folder, options.layers, options.rounds)
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        found = {}
+        for number, name in enumerate((*CONTENDERS, *CONVERTERS)):
+            result = start(name, options, Path(folder), 29810 + number)
+            if result is not None:
+                found[name] = result
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2))
+    print("\n".join(report(found)))
+
+
+if __name__ == "__main__":
+    main()
