@@ -1,6 +1,6 @@
 """Building models for ZeRO-3, and making their parameters whole for a while."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from types import TracebackType
 from typing import Any
@@ -8,13 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from onecopy import zero
 from onecopy.observe import log_once
-from onecopy.zero import (
-    GatheredParameters,
-    ZeroParamStatus,
-    register_external_parameter,
-    unregister_external_parameter,
-)
+from onecopy.zero import ZeroParamStatus, register_external_parameter, unregister_external_parameter
 
 from ...accelerator import get_accelerator
 
@@ -33,6 +29,21 @@ class ZeroParamType(Enum):
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
+
+
+class GatheredParameters(zero.GatheredParameters):
+    """onecopy's, which leaves out what is no tensor: transformers passes None for a layer without bias."""
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else params
+        kept = [entry for entry in given if isinstance(entry, torch.Tensor)] if isinstance(given, Iterable) else []
+        super().__init__(kept, modifier_rank, fwd_module, enabled)  # type: ignore[arg-type]
 
 
 class Init:
