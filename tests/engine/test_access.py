@@ -107,7 +107,7 @@ def write_all(stage: int) -> list[float]:
 def test_writes_are_what_the_step_uses(world: GetWorld, stage: int) -> None:
     first, second = world(2).run(write_all, stage)
     assert first[:6] == second[:6]
-    assert first[1:4] == [4.0, 4.0, 4.0] and first[4] == 0.0
+    assert first[1:4] == pytest.approx([4.0, 4.0, 4.0]) and first[4] == 0.0
     if stage == 3:
         assert first[6] + second[6] == pytest.approx(first[5])
 

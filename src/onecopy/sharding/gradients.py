@@ -223,7 +223,9 @@ class Gradients:
     def nbytes(self) -> int:
         """Bytes of gradient slots, shards and whole-gradient buffers now."""
         slots = sum(slot.memory.nbytes + slot.scratch.nbytes for slot in self._slots)
-        return slots + sum(t.nbytes for g in self.all for t in (g.shard, g.whole) if t is not None)
+        held = [tensor for gradient in self.all for tensor in (gradient.shard, gradient.whole) if tensor is not None]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+        return slots + sum(storages.values())
 
     # -------------------------------------------------------------------------------------------------------- internals
     def _open(self, gradient: FlatGradient) -> None:
@@ -240,7 +242,8 @@ class Gradients:
             if gradient.shard is None:
                 gradient.shard = self._new_sum(gradient)
             gradient.whole = gradient.shard
-        elif gradient.whole is None:
+        elif gradient.whole is None or gradient.reduced:  # a sum of this window lies in the old one
+            gradient.whole_views = []
             gradient.whole = torch.empty(
                 gradient.flat.numel, dtype=self._sum_dtype(gradient), device=self.communicator.device
             )
@@ -298,7 +301,10 @@ class Gradients:
         return GradientSlot(largest, largest // world * (world - 1), self.communicator.device)
 
     def _new_sum(self, gradient: FlatGradient) -> torch.Tensor:
+        """Room for the sums: the whole-gradient buffer's own part where there is one (it has left by then), else new."""
         flat = gradient.flat
+        if gradient.whole is not None:
+            return gradient.whole if flat.optimizer_whole else gradient.whole[flat.own]
         numel = flat.numel if flat.optimizer_whole else flat.layout.shard_numel
         return torch.empty(numel, dtype=self._sum_dtype(gradient), device=self.communicator.device)
 
