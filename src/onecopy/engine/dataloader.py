@@ -104,7 +104,7 @@ class ShardedDataLoader:
         self._taken = start
         self._current = token = object()
         self.epoch += 1
-        batches = iter(self.loader)
+        batches: Iterator[Any] = iter(self.loader)
         if self._iterable:
             batches = islice(batches, start // (self.batch_size * self.world_size), None)
         return self._counted(batches, token)

@@ -7,6 +7,7 @@ engine runs in it as it is: the same hooks, slots, order and step, so what it wo
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -59,8 +60,11 @@ def virtual_world(world_size: int, accelerator: bool = True, rank: int = 0) -> I
             del os.environ[name]
         stack.enter_context(_fake_parameters_are_plain())
         if accelerator:
-            stack.enter_context(mock.patch("onecopy.engine.initialize.connect", _connect_as_on_accelerator))
-        stack.enter_context(mock.patch("onecopy.engine.initialize.default_device", lambda: torch.device("cpu")))
+            stack.enter_context(mock.patch("onecopy.engine.start.connect", _connect_as_on_accelerator))
+        stack.enter_context(mock.patch("onecopy.engine.start.default_device", lambda: torch.device("cpu")))
+        if "transformers.masking_utils" in sys.modules:
+            # Its answer depends on values: a batch of whole sequences, as in training on packed text of one length, needs no mask.
+            stack.enter_context(mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(_leave)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
