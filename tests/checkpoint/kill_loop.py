@@ -17,10 +17,10 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
 
-import torch
-import torch.distributed as dist
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
-from tests.checkpoint import small
+from tests.checkpoint import small  # noqa: E402
 
 
 def rank_main(rank: int, port: int, folder: Path, reference: list[float] | None, ready: int, limit: int) -> list[float]:

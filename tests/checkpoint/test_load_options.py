@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch
 from torch import nn
 
 import onecopy
+from onecopy.checkpoint.manifest import Manifest
 from onecopy.errors import CheckpointError
 from tests.checkpoint import small
 
@@ -202,7 +207,6 @@ def test_every_parameter_keeps_its_own_step_count(world, tmp_path: Path, origin:
     loaded = world(target[1]).run(sometimes, str(tmp_path), target[0], True)
     assert loaded[0] == pytest.approx(saved[0], rel=1e-5)
     (path,) = tmp_path.glob("*/manifest.json")
-    from onecopy.checkpoint.manifest import Manifest
     from onecopy.checkpoint.reader import RangeReader
 
     manifest = Manifest.read(path.parent)
@@ -366,3 +370,28 @@ def unregistered(folder: str) -> list[str]:
 def test_a_scheduler_that_was_not_given_is_mentioned(world1, tmp_path: Path) -> None:
     (messages,) = world1.run(unregistered, str(tmp_path))
     assert any("was not given to initialize" in message for message in messages)
+
+
+def test_the_end_of_the_program_waits_for_a_save(tmp_path: Path) -> None:
+    """Ranks that save asynchronously and end at once, the one with the store first, leave a complete checkpoint."""
+    program = (
+        "import sys, torch; sys.path[:0] = sys.argv[2:]\n"
+        "from onecopy.comm.connect import ensure_process_group\n"
+        "from tests.checkpoint import small\n"
+        "torch.set_num_threads(1); ensure_process_group('gloo')\n"
+        "engine = small.make_engine(3, checkpoint={'async': True})\n"
+        "engine.save_checkpoint(sys.argv[1], 'last')\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", program, str(tmp_path / "run"), *sys.path]
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **{key: str(value) for key, value in place.items()}}
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    assert Manifest.read(tmp_path / "run" / "last").problems(tmp_path / "run" / "last") == []
+    assert not any("failed" in error for error in errors), errors

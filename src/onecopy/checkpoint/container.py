@@ -178,7 +178,7 @@ class _Tensor:
         for size in reversed(record.shape):
             stride.append(step)
             step *= max(size, 1)
-        arguments = (self.storage, 0, record.shape, tuple(reversed(stride)), False, OrderedDict())
+        arguments: tuple[Any, ...] = (self.storage, 0, record.shape, tuple(reversed(stride)), False, OrderedDict())
         if _storage_class(record.dtype) is torch.UntypedStorage:
             return torch._utils._rebuild_tensor_v3, (*arguments, record.dtype)
         return torch._utils._rebuild_tensor_v2, arguments

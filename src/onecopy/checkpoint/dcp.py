@@ -7,6 +7,7 @@ import pickle
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -24,7 +25,9 @@ NAME = ".metadata"
 def metadata_bytes(tensors: dict[str, TensorEntry], model: dict[str, ModelEntry]) -> bytes:
     """The pickled metadata. Tied weights are listed under every name; their data is there once."""
     shared = {f"model.{name}": [f"model.{alias}" for alias in entry.aliases] for name, entry in model.items()}
-    described, stored, paths = {}, {}, {}
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    paths: dict[str, tuple[str, ...]] = {}
     for key, given in tensors.items():
         entry = _each_once(given)
         for name in (key, *shared.get(key, ())):

@@ -38,7 +38,8 @@ def checked_tag(tag: object) -> str:
         or text == LATEST
     ):
         raise CheckpointError(
-            f"the checkpoint tag {text!r} cannot name a folder: use letters, digits, spaces, '-' and '_', no '/', no '.' in front, and not '{LATEST}'"
+            f"the checkpoint tag {text!r} cannot name a folder: use letters, digits, spaces, '-' and '_', "
+            f"no '/', no '.' in front, and not '{LATEST}'"
         )
     if len(text.encode()) > 180:
         raise CheckpointError(
@@ -200,8 +201,9 @@ def clear_leftovers(folder: Path) -> None:
             parts = name.rsplit("-", 3)
             if len(parts) == 4 and parts[1] == _host() and parts[2].isdigit() and not _running(int(parts[2])):
                 shutil.rmtree(entry, ignore_errors=True)
-        elif name.startswith(_REPLACED) and name[len(_REPLACED) :].rsplit("-", 1)[0] in tags(folder):
-            if (folder / name[len(_REPLACED) :].rsplit("-", 1)[0] / manifests.NAME).is_file():
+        elif name.startswith(_REPLACED):
+            replacement = folder / name[len(_REPLACED) :].rsplit("-", 1)[0]
+            if (replacement / manifests.NAME).is_file():
                 shutil.rmtree(entry, ignore_errors=True)
 
 

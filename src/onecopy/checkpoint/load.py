@@ -95,7 +95,7 @@ class Loader:
             what = f"checkpoint '{asked}'" if explicit else "complete checkpoint"
             raise CheckpointError(f"there is no {what} in {home}; {folder.describe_tags(home)}")
         by_name = {path.name: (path, manifest) for path, manifest in options}
-        refused = []
+        refused: list[str] = []
         for attempt, (name, _) in enumerate(common):
             path, manifest = by_name[name]
             problems = self._verify(meeting, path, manifest, attempt)

@@ -34,7 +34,7 @@ def show(directory: str | os.PathLike[str], tag: str | None = None) -> int:
     """Print the checkpoints of a folder as a table, or one checkpoint's tensors; 1 when something is incomplete."""
     found = _found(directory, tag)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    manifests = []
+    manifests: list[tuple[str, Path, Manifest | None, str]] = []
     for name, path in found:
         try:
             manifests.append((name, path, Manifest.read(path), ""))

@@ -73,7 +73,8 @@ class Meeting:
         present, missing = self._gather(step)
         if missing:
             raise CheckpointError(
-                f"{self.what}: no sign of life from rank {_listed(missing)} for {self.timeout:g} seconds ({step}); look at its output for the cause"
+                f"{self.what}: no sign of life from rank {_listed(missing)} for {self.timeout:g} seconds ({step}); "
+                "look at its output for the cause"
             )
         return [present[rank] for rank in range(self.world_size)]
 

@@ -100,13 +100,13 @@ def model_pieces(engine: Engine, members: list[int] | None = None) -> Iterator[P
             local = place.start + low - flat.own.start
             yield Piece(f"model.{place.name}", place.shape, low, own[local : local + high - low])
     tensors = plain_tensors(engine)
-    place = members.index(engine.communicator.rank)
-    for name in dealt_to(place, len(members), {name: tensor.nbytes for name, tensor in tensors.items()}):
+    seat = members.index(engine.communicator.rank)
+    for name in dealt_to(seat, len(members), {name: tensor.nbytes for name, tensor in tensors.items()}):
         yield Piece(f"model.{name}", tuple(tensors[name].shape), 0, tensors[name].detach().contiguous().reshape(-1))
 
 
 def dealt_to(place: int, count: int, sizes: dict[str, int]) -> list[str]:
-    """Which of the names the rank at `place` of `count` takes care of, so that bytes are even over the ranks; the same deal on every rank."""
+    """Which of the names the rank at `place` of `count` takes care of: bytes even over the ranks, the same deal on every rank."""
     load = [0] * count
     mine = []
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):

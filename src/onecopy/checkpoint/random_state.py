@@ -16,7 +16,8 @@ def file_name(rank: int) -> str:
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """All generators of this process, in types that load safely."""
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state()  # type: ignore[misc]
+    numpys: Any = numpy.random.get_state()
+    kind, keys, position, has_gauss, gauss = numpys
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": [str(kind), torch.tensor(keys.astype("int64")), int(position), int(has_gauss), float(gauss)],

@@ -15,6 +15,7 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ class Job:
     tag: str
     temporary: str
     members: list[int]
-    pieces: list[Piece]
+    pieces: Iterable[Piece]
     values: dict[str, Any]
     numbers: list[str]
     state: bytes
@@ -319,7 +320,8 @@ def complete(job: Job, written: Written) -> None:
             )
     described = Manifest(
         tag=job.tag, saved_at=time.time_ns(), moves_latest=job.moves_latest, model=job.model, tensors=written.tensors,
-        files=written.files, values=written.values, numbers=written.numbers, versions={"torch": torch.__version__, "onecopy": _version()}, **job.head,
+        files=written.files, values=written.values, numbers=written.numbers, **job.head,
+        versions={"torch": torch.__version__, "onecopy": _version()},
     )  # fmt: skip
     write_file(path, manifest.NAME, described.to_json().encode())
     folder.put_in_place(path, job.directory / job.tag)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -211,6 +211,3 @@ def bytes_of(size: str | int | None) -> int | None:
     if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
         raise CheckpointError(f"{size!r} is no size; write a number of bytes, or one such as 5GB, 500MB or 2GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-Cast = Callable[[str, torch.dtype], torch.dtype]

@@ -97,7 +97,8 @@ def _boxes_of(piece: Piece) -> Iterator[tuple[tuple[int, ...], int, torch.Tensor
 def raw_bytes(flat: torch.Tensor) -> memoryview:
     """The bytes of a flat tensor: its own memory on the CPU, a copy from elsewhere."""
     host = flat.detach().cpu().contiguous()
-    return memoryview(host.view(torch.uint8).numpy()) if host.numel() else memoryview(b"")
+    content: Any = host.view(torch.uint8).numpy()
+    return memoryview(content) if host.numel() else memoryview(b"")
 
 
 def write_all(descriptor: int, parts: list[Any]) -> None:

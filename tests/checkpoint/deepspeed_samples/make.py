@@ -17,11 +17,11 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[3] / "src"), str(Path(__file__).parents[3])]
 
-import torch
-import torch.multiprocessing
+import torch  # noqa: E402
+import torch.multiprocessing  # noqa: E402
 
-from tests.checkpoint import small
-from tests.checkpoint.test_import import groups_of, plain_model
+from tests.checkpoint import small  # noqa: E402
+from tests.checkpoint.test_import import groups_of, plain_model  # noqa: E402
 
 
 def work(rank: int, out: str, stage: int, precision: str) -> None:
