@@ -7,25 +7,33 @@ unset                           as true, and also when a whole window of forward
                                 the previous step(): the loop `if i % steps == 0: step()` trains as its author meant
 """
 
-from dataclasses import dataclass
 
-
-@dataclass
 class AccumulationWindow:
     """Counts `step()` calls and micro-batches.
 
     Attributes:
-        steps: gradient_accumulation_steps.
+        steps: gradient_accumulation_steps; a new value holds for the window under way.
         managed: managed_gradient_accumulation, None when unset.
-        micro_steps: what DeepSpeed's engine calls so: micro-batches stepped over so far.
         forced: what `set_gradient_accumulation_boundary` said, until it is said otherwise.
     """
 
-    steps: int
-    managed: bool | None
-    micro_steps: int = 0
-    forced: bool | None = None
-    _batches_at_last_call: int = 0
+    def __init__(self, steps: int, managed: bool | None) -> None:
+        self.steps = steps
+        self.managed = managed
+        self.forced: bool | None = None
+        self._micro_steps = 0
+        self._calls = 0  # of step() in the window under way
+        self._batches_at_last_call = 0
+
+    @property
+    def micro_steps(self) -> int:
+        """What DeepSpeed's engine calls so: micro-batches stepped over so far."""
+        return self._micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self._micro_steps = value
+        self._calls = value % self.steps
 
     def is_boundary(self, micro_batches: int) -> bool:
         """Whether a `step()` now, `micro_batches` into the window, updates the weights."""
@@ -33,7 +41,12 @@ class AccumulationWindow:
             return self.forced
         if self.managed is False:
             return True
-        return (self.micro_steps + 1) % self.steps == 0 or self.seen_whole_window(micro_batches)
+        return self.counted_out or self.seen_whole_window(micro_batches)
+
+    @property
+    def counted_out(self) -> bool:
+        """Whether the next `step()` is the window's last by count."""
+        return self._calls + 1 >= self.steps
 
     def seen_whole_window(self, micro_batches: int) -> bool:
         """The caller steps once a window rather than once a micro-batch."""
@@ -51,11 +64,10 @@ class AccumulationWindow:
         return micro_batches >= self.steps
 
     def step_called(self, boundary: bool, micro_batches: int) -> None:
-        """Count one `step()`; after a boundary the next window's calls are counted from its start."""
-        if boundary and self.forced is None and self.managed is not False:
-            self.micro_steps = (self.micro_steps // self.steps + 1) * self.steps
-        else:
-            self.micro_steps += 1
+        """Count one `step()`; one that ends a window early by `seen_whole_window` counts for the whole window."""
+        skipped = self.steps - self._calls if boundary and self.forced is None and self.managed is not False else 1
+        self._micro_steps += max(1, skipped)
+        self._calls = 0 if boundary else self._calls + 1
         self._batches_at_last_call = 0 if boundary else micro_batches
 
     def discarded(self) -> None:

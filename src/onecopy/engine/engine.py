@@ -229,7 +229,7 @@ class Engine(nn.Module, ConfigGetters, Persistence):
             )
         batches = self.runtime.micro_batches
         boundary = self.window.is_boundary(batches)
-        if boundary and self.window.seen_whole_window(batches) and (self.window.micro_steps + 1) % self.window.steps:
+        if boundary and self.window.seen_whole_window(batches) and not self.window.counted_out:
             log_once(
                 ("natural accumulation", id(self)),
                 f"step() is called once after {self.window.steps} micro-batches, not after each one; "
