@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from onecopy.comm import Communicator
 from onecopy.config import Config
 
 
@@ -11,6 +12,7 @@ class ConfigGetters:
     """Reads `self.configuration` (the resolved `Config`); mixed into the engine."""
 
     configuration: Config
+    communicator: Communicator
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self.configuration.train_micro_batch_size_per_gpu
@@ -98,6 +100,23 @@ class ConfigGetters:
     @property
     def communication_data_type(self) -> torch.dtype:
         return self.configuration.communication_data_type or self.configuration.compute_dtype
+
+    # ----------------------------------------------------------------------------------------------------------- groups
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number in the shard group."""
+        return self.communicator.rank
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    @property
+    def mp_world_size(self) -> int:
+        """1: a rank outside the shard group computes something of its own."""
+        return 1
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        return self.communicator.world_size
 
     # ------------------------------------------------------------------------------------------------------------- zero
     def zero_optimization(self) -> bool:
