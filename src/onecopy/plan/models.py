@@ -70,6 +70,8 @@ def from_config_dict(content: dict[str, Any], name: str, source: str = "") -> Su
         raise PlanError(f"model_type '{content['model_type']}' is not known to transformers; nearest: {', '.join(near) or 'none'}") from None
     config.use_cache = False
     kind = _task_of(content)
+    if kind == "sequence" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
     longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 0
     vocabulary = getattr(config, "vocab_size", 0)
 
