@@ -62,8 +62,12 @@ def flip_the_last_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, flip_the_last_bit, Path.unlink])
-@pytest.mark.parametrize("file", ["__0_0.distcp", "state.pt", "rank_00000.pt", "manifest.json", ".metadata"])
+DAMAGES = [(damage, "__0_0.distcp") for damage in (truncate, flip_a_bit, flip_the_last_bit, Path.unlink)]
+DAMAGES += [(damage, "manifest.json") for damage in (truncate, flip_a_bit, flip_the_last_bit, Path.unlink)]
+DAMAGES += [(truncate, "state.pt"), (flip_a_bit, "state.pt"), (Path.unlink, "rank_00000.pt"), (flip_a_bit, ".metadata")]
+
+
+@pytest.mark.parametrize(("damage", "file"), DAMAGES)
 def test_damage_is_found_and_the_one_before_loads(world1, two: Any, capfd: Any, damage: Any, file: str) -> None:
     directory, losses = two
     damage(directory / "global_step2" / file)
