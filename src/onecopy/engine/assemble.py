@@ -15,6 +15,9 @@ from onecopy.observe.log import note
 from onecopy.optim.registry import build_optimizer, refuse_reason
 from onecopy.sharding import BuildRules, SlotPool, Unit, UnitRules, build_units, choose_small, discover_units
 
+_NOTHING_TO_TRAIN = (
+    "there is no parameter to train: model_parameters is empty, or every parameter has requires_grad=False"
+)
 _SMALL_SHARE = 0.01  # of the model: what stays whole at stage 3 when the user did not say
 
 
@@ -56,9 +59,7 @@ def choose_optimizer(
     elif config.optimizer is not None:
         groups = given if given is not None else [p for p in model.parameters() if p.requires_grad]
         if not groups or not any(True for _ in _parameters_in(groups)):
-            raise ModelError(
-                "there is no parameter to train: model_parameters is empty, or every parameter has requires_grad=False"
-            )
+            raise ModelError(_NOTHING_TO_TRAIN)
         inner = build_optimizer(config.optimizer.type, dict(config.optimizer.params), groups)
     else:
         return TrainedParameters(None, {})
@@ -92,14 +93,32 @@ def _groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, 
             assert id(parameter) not in group_of, (
                 f"parameter '{owned[id(parameter)]}' is in two groups of the optimizer"
             )
-            home = getattr(parameter, "_onecopy", None)
-            if home is not None and home.runtime.attached:
+            if parameter.is_complex():
                 raise ModelError(
-                    f"parameter '{owned[id(parameter)]}' already belongs to another engine (as '{home.name}'); "
-                    "one parameter can be trained by one engine: put both models into one module, or share a frozen copy"
+                    f"parameter '{owned[id(parameter)]}' is {parameter.dtype}, and gradients are summed as real numbers; "
+                    "hold its real and imaginary parts in a real parameter (torch.view_as_real) or freeze it"
                 )
             group_of[id(parameter)] = index
+    if not any(p.requires_grad and p.numel() for group in optimizer.param_groups for p in group["params"]):
+        raise ModelError(_NOTHING_TO_TRAIN)
     return group_of
+
+
+def check_free(model: nn.Module, group_of: dict[int, int]) -> None:
+    """Refuse parameters that another engine trains or shards.
+
+    Raises:
+        ModelError: names the parameter in both engines.
+    """
+    for name, parameter in model.named_parameters():
+        home = getattr(parameter, "_onecopy", None)
+        if home is None or not home.runtime.attached:
+            continue
+        if id(parameter) in group_of or any(parameter is p for flat in home.unit.sharded for p in flat.parameters):
+            raise ModelError(
+                f"parameter '{name}' already belongs to another engine (as '{home.name}'); "
+                "one parameter can be trained by one engine: put both models into one module, or share a frozen copy"
+            )
 
 
 def compute_dtype_rule(model: nn.Module, config: Config) -> Callable[[str, nn.Parameter], torch.dtype]:

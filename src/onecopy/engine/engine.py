@@ -80,6 +80,9 @@ class Engine(nn.Module, ConfigGetters, Persistence):
     # ---------------------------------------------------------------------------------------------------------- building
     def _build(self, optimizer: Any, model_parameters: Any) -> None:
         trained = assemble.choose_optimizer(self.module, self.configuration, optimizer, model_parameters)
+        assemble.check_free(self.module, trained.group_of)
+        for parameter in self.module.parameters():
+            parameter.grad = None  # of a backward before this engine: no step of its own would ever clear it
         for tensor in self.module.buffers():
             tensor.data = tensor.data.to(self.device)
         if agree_on_model(self.module, self.communicator):
@@ -125,6 +128,7 @@ class Engine(nn.Module, ConfigGetters, Persistence):
         """Parameters in no optimizer group, and those without elements, keep no gradient: nothing would read it."""
         parameters = self.module.parameters()
         self._untrained = [p for p in parameters if p.requires_grad and (id(p) not in group_of or p.numel() == 0)]
+        self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
         for parameter in self._untrained:
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
 
@@ -249,6 +253,7 @@ class Engine(nn.Module, ConfigGetters, Persistence):
 
     def _update(self) -> None:
         """What a boundary does to weights and gradients, without the counters: `optimizer.step()`."""
+        self._check_thawed()
         self.gradients.settle()
         outcome = self.optimizer_step.apply(self._divisor(), self.configuration.gradient_clipping)
         if outcome.unused and not self.configuration.zero.ignore_unused_parameters:
@@ -266,6 +271,15 @@ class Engine(nn.Module, ConfigGetters, Persistence):
             for flat in unit.whole:
                 flat.start_refresh()
         self.communicator.counters.snapshot()
+
+    def _check_thawed(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            raise ModelError(
+                f"parameter '{thawed[0]}' was frozen at initialize, which made no optimizer state for it, and has requires_grad=True "
+                "now; leave what is trained later unfrozen until initialize has returned, and freeze it then"
+            )
 
     def _divisor(self) -> float:
         """What the gradient sums are divided by to be the mean over ranks and micro-batches."""
