@@ -5,8 +5,11 @@ class OneCopyError(RuntimeError):
     """Base of all errors raised by onecopy."""
 
 
-class ConfigError(OneCopyError, ValueError):
-    """The configuration cannot be honoured; the message names the key path, the value and the fix."""
+class ConfigError(OneCopyError, ValueError, AssertionError):
+    """The configuration cannot be honoured; the message names the key path, the value and the fix.
+
+    It is an AssertionError too because DeepSpeed's checks of batch sizes raise that, and code written for it catches it.
+    """
 
 
 class ModelError(OneCopyError, ValueError):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,8 +12,8 @@ from onecopy.config import Config
 from onecopy.engine import assemble
 from onecopy.engine.accumulation import AccumulationWindow
 from onecopy.engine.agreement import agree_on_model, hash_of
+from onecopy.engine.answers import Answers
 from onecopy.engine.attributes import mark_parameters
-from onecopy.engine.getters import ConfigGetters
 from onecopy.engine.persistence import Persistence
 from onecopy.engine.reporting import Reporter
 from onecopy.errors import ModelError
@@ -29,7 +29,7 @@ from onecopy.optim.wrapper import ShardedOptimizer
 from onecopy.sharding import FlatBuffer, Gradients, Limits, Runtime
 
 
-class Engine(nn.Module, ConfigGetters, Persistence):
+class Engine(nn.Module, Answers, Persistence):
     """A model whose training state is sharded over the ranks of a communicator.
 
     `engine(batch)`, `engine.backward(loss)` and `engine.step()` are collective: every rank calls them in the same order.
@@ -63,6 +63,7 @@ class Engine(nn.Module, ConfigGetters, Persistence):
         self.reporter = Reporter(config, communicator)
         self.window = AccumulationWindow(config.gradient_accumulation_steps, config.managed_gradient_accumulation)
         self.scaler = LossScaler.from_config(config.fp16) if config.fp16.enabled else None
+        Engine._scales_exist |= self.scaler is not None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = 0
@@ -121,7 +122,13 @@ class Engine(nn.Module, ConfigGetters, Persistence):
             if supports_fused_scaling(inner):
                 make_fused(inner)
             self.optimizer_step = OptimizerStep(self.masters, self.gradients, self.communicator)
-            self.optimizer = ShardedOptimizer(inner, self._update, self.zero_grad)
+            self.optimizer = ShardedOptimizer(
+                inner,
+                self._update,
+                self.zero_grad,
+                lambda: self.was_step_applied() or self._outcome is None,
+                self.loss_scale,
+            )
         self.reporter.describe(self)
 
     def _drop_untrained_gradients(self, group_of: dict[int, int]) -> None:
@@ -144,6 +151,8 @@ class Engine(nn.Module, ConfigGetters, Persistence):
         with self.timers.phase("forward"), self._autocast(), self.reporter.forward(self):
             if self.configuration.fp16.enabled and self.configuration.fp16.auto_cast:
                 args, kwargs = _half((args, kwargs))
+            if Engine._scales_exist and torch.is_grad_enabled():
+                args, kwargs = torch.utils._pytree.tree_map(self._hook_input, (args, kwargs))
             return self.module(*args, **kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -174,11 +183,12 @@ class Engine(nn.Module, ConfigGetters, Persistence):
             )
         if not scale_wrt_gas:
             self._divided_by_caller = True
-        self._loss_is_scaled = True
+        before, Engine._scale_of_loss = Engine._scale_of_loss, self.loss_scale()
         try:
             with self.timers.phase("backward"):
                 self.scale(loss, mark=False).backward(retain_graph=retain_graph, **kwargs)
         finally:
+            Engine._scale_of_loss = before
             self._loss_is_scaled = False
         steps = self.window.steps
         self.reporter.saw_loss(loss)
@@ -190,11 +200,29 @@ class Engine(nn.Module, ConfigGetters, Persistence):
             self._loss_is_scaled = True
         return loss if self.scaler is None else loss * self.scaler.scale
 
+    _scale_of_loss: ClassVar[float] = 1.0  # what the loss of the backward under way was multiplied by, whoever's it is
+    _scales_exist: ClassVar[bool] = False  # an fp16 engine was made in this process
+
+    def _missing_scale(self) -> float:
+        """What gradients inside this model must be multiplied by to carry its own loss scale."""
+        return 1.0 if self._loss_is_scaled else self.loss_scale() / Engine._scale_of_loss
+
     def _scale_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A plain `loss.backward()` has not scaled its loss: the model's outputs do it for the model."""
-        if self.scaler is None or self._loss_is_scaled:
-            return None
-        return gradient * self.scaler.scale
+        """A plain `loss.backward()`, or another engine's, has not scaled for this model: its outputs do."""
+        factor = self._missing_scale()
+        return None if factor == 1.0 else gradient * factor
+
+    def _unscale_input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """What leaves the model through its inputs is as it was outside: see `_scale_output_gradient`."""
+        factor = self._missing_scale()
+        return None if factor == 1.0 else gradient / factor
+
+    def _hook_input(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        inside = value.view_as(value)  # a hook on the tensor itself would outlive this forward
+        inside.register_hook(self._unscale_input_gradient)  # type: ignore[no-untyped-call]
+        return inside
 
     def _gradients_stay_whole(self) -> bool:
         """Whether the backward that begins now leaves its gradients unreduced on this rank."""
@@ -354,106 +382,6 @@ class Engine(nn.Module, ConfigGetters, Persistence):
         self.runtime.micro_batches = 0
         self.window.discarded()
         self._divided_by_caller = False
-
-    # -------------------------------------------------------------------------------------------------- sizes and answers
-    @property
-    def skipped_steps(self) -> int:
-        """Steps left out because a gradient was not finite. Waits for the device."""
-        self._read_outcomes()
-        return self._skipped
-
-    @skipped_steps.setter
-    def skipped_steps(self, value: int) -> None:
-        self._skipped = value
-
-    def was_step_applied(self) -> bool:
-        """Whether the last boundary changed the weights. Waits for the device."""
-        self._read_outcomes()
-        return self._step_applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the last step's mean gradient before clipping, the same on all ranks; None before the first step."""
-        if self._outcome is None:
-            return None
-        read = self.communicator.read(self._outcome.norm.view(1))
-        return None if read is None else (read[0] if read[0] == read[0] else float("inf"))
-
-    def loss_scale(self) -> float:
-        return self.scaler.scale if self.scaler is not None else 1.0
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
-
-    def get_mom(self) -> list[Any]:
-        groups = self.optimizer.param_groups if self.optimizer else []
-        return [group.get("betas", group.get("momentum")) for group in groups]
-
-    def get_type(self) -> list[str]:
-        return [type(self.basic_optimizer).__name__] if self.basic_optimizer else []
-
-    @property
-    def micro_steps(self) -> int:
-        return self.window.micro_steps
-
-    @micro_steps.setter
-    def micro_steps(self, value: int) -> None:
-        self.window.micro_steps = value
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.window.steps
-
-    def train_batch_size(self) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self.window.steps * self.communicator.world_size
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change `gradient_accumulation_steps` so that one step takes so many samples; from the next window on."""
-        a_step = self.train_micro_batch_size_per_gpu() * self.communicator.world_size
-        if train_batch_size <= 0 or train_batch_size % a_step:
-            raise ValueError(
-                f"train_batch_size {train_batch_size} is no multiple of {a_step} (micro-batch {self.train_micro_batch_size_per_gpu()} "
-                f"x {self.communicator.world_size} ranks)"
-            )
-        self.window.steps = train_batch_size // a_step
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(train_batch_size, micro-batch size a rank, gradient_accumulation_steps)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.window.steps
-
-    @property
-    def global_rank(self) -> int:
-        return torch.distributed.get_rank()
-
-    @property
-    def local_rank(self) -> int:
-        return self.device.index or 0
-
-    @property
-    def world_size(self) -> int:
-        return torch.distributed.get_world_size()
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.communicator.world_size
-
-    @property
-    def monitor(self) -> Any:
-        return self.reporter.monitor
-
-    # ------------------------------------------------------------------------------------------------------------- seeing
-    def memory(self) -> dict[str, int]:
-        """Bytes of training state on this rank now, by category. Not collective."""
-        return self.reporter.memory(self)
-
-    def communication(self) -> dict[str, Any]:
-        """Bytes this rank sent and collectives it took part in during the last step, in all and by kind."""
-        last = self.communicator.counters.last_step
-        return {
-            "bytes_sent": sum(last["bytes_sent"].values()),
-            "collectives": sum(last["collectives"].values()),
-            "bytes_by_kind": dict(last["bytes_sent"]),
-            "collectives_by_kind": dict(last["collectives"]),
-        }
 
     # ---------------------------------------------------------------------------------------------------- being a module
     def train(self, mode: bool = True) -> "Engine":

@@ -38,7 +38,9 @@ class Reporter:
             return nullcontext()
         flats = [flat for unit in engine.units for flat in unit.buffers]
         weights = {flat.whole.untyped_storage()._cdata for flat in flats if flat.whole is not None}
-        weights |= {tensor.untyped_storage()._cdata for tensor in engine.module.parameters() if type(tensor) is nn.Parameter}
+        weights |= {
+            tensor.untyped_storage()._cdata for tensor in engine.module.parameters() if type(tensor) is nn.Parameter
+        }
         return self._activations.count(weights | engine.runtime.slots.storages)
 
     def say(self, message: str) -> None:

@@ -16,7 +16,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer: the inner optimizer.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        step: Callable[[], None],
+        zero_grad: Callable[[], None],
+        applied: Callable[[], bool] = lambda: True,
+        scale: Callable[[], float] = lambda: 1.0,
+    ) -> None:
         # Not super().__init__: it would make groups of its own, and both optimizers must see the same ones.
         self.optimizer = inner
         self.defaults = inner.defaults
@@ -24,6 +31,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = inner.state
         self._step = step
         self._zero_grad = zero_grad
+        self._applied = applied
+        self._scale = scale
         for name, value in vars(inner).items():
             if name.startswith("_optimizer_") or name in (
                 "_warned_capturable_if_run_uncaptured",
@@ -42,6 +51,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._step()
         return loss
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite. Waits for the device."""
+        return not self._applied()
+
+    @property
+    def loss_scale(self) -> float:
+        """The fp16 loss scale now; 1.0 without one."""
+        return self._scale()
+
+    cur_scale = loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window so far, as in torch."""
