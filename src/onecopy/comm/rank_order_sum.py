@@ -1,4 +1,4 @@
-"""Sum the ranks' parts in fp32 in rank order 0..N-1, so that every stage and back end gets the same bits."""
+"""Sum the ranks' parts in fp32 (fp64 ones in fp64) in rank order 0..N-1, so that every stage and back end gets the same bits."""
 
 from collections.abc import Sequence
 
@@ -12,20 +12,22 @@ class RankOrderSum:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tiles: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tiles: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
-        """`out` [m] = (or +=) the fp32 sum of `pieces`, each [m] of any float dtype, in their order."""
-        if all(piece.dtype == torch.float32 for piece in pieces) and out.dtype == torch.float32 and not accumulate:
-            self._sum_fp32(pieces, out)
+        """`out` [m] = (or +=) the sum of `pieces`, each [m] of any float dtype, in their order, in fp32 or `out`'s fp64."""
+        exact = torch.float64 if out.dtype == torch.float64 else torch.float32
+        if all(piece.dtype == exact for piece in pieces) and out.dtype == exact and not accumulate:
+            self._sum_exact(pieces, out)
             return
-        if self._tiles is None:
-            self._tiles = (torch.empty(_TILE, device=self._device), torch.empty(_TILE, device=self._device))
-        total_tile, cast_tile = self._tiles
+        if exact not in self._tiles:
+            first, second = (torch.empty(_TILE, dtype=exact, device=self._device) for _ in range(2))
+            self._tiles[exact] = (first, second)
+        total_tile, cast_tile = self._tiles[exact]
         for start in range(0, out.numel(), _TILE):
             stop = min(start + _TILE, out.numel())
             target = out[start:stop]
-            direct = out.dtype == torch.float32 and not accumulate
+            direct = out.dtype == exact and not accumulate
             total = target if direct else total_tile[: stop - start]
             total.copy_(pieces[0][start:stop])
             for piece in pieces[1:]:
@@ -35,8 +37,13 @@ class RankOrderSum:
             elif not direct:
                 target.copy_(total)
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The tiles made so far."""
+        return [tile for tiles in self._tiles.values() for tile in tiles]
+
     @staticmethod
-    def _sum_fp32(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def _sum_exact(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         if len(pieces) == 1:
             out.copy_(pieces[0])
             return

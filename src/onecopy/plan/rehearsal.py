@@ -36,7 +36,7 @@ class Subject:
     sequence: int = 0
     source: str = ""
     layers: int = 0
-    shrink: "Callable[[int], Subject] | None" = None
+    shrink: Callable[[int], Subject] | None = None
 
 
 @dataclass
@@ -193,7 +193,7 @@ def adopt_state(engine: Any, ledger: Ledger) -> None:
         ledger.adopt(present(slot.memory, slot.scratch), "gradients")
     for gradient in engine.gradients.all:
         ledger.adopt(present(gradient.shard, gradient.whole), "gradients")
-    ledger.adopt(engine.communicator.sum._tiles or (), "gradients")
+    ledger.adopt(engine.communicator.sum.memory, "gradients")
     if engine.optimizer is not None:
         for state in engine.optimizer.state.values():
             ledger.adopt((value for value in state.values() if isinstance(value, torch.Tensor)), "moments")
