@@ -54,9 +54,20 @@ def subject(row: Row, layers: int | None = None) -> Subject:
     shape = GPTConfig(vocabulary, sequence, layers or int(row["layers"]), int(row["heads"]), width)
 
     def batch(size: int, length: int) -> dict[str, Any]:
-        return {"tokens": torch.zeros(size, length, dtype=torch.long), "targets": torch.zeros(size, length, dtype=torch.long)}
+        return {
+            "tokens": torch.zeros(size, length, dtype=torch.long),
+            "targets": torch.zeros(size, length, dtype=torch.long),
+        }
 
-    return Subject(row["model"], lambda: GPT(shape), batch, lambda loss: loss, sequence, layers=shape.layers, shrink=lambda n: subject(row, n))
+    return Subject(
+        row["model"],
+        lambda: GPT(shape),
+        batch,
+        lambda loss: loss,
+        sequence,
+        layers=shape.layers,
+        shrink=lambda n: subject(row, n),
+    )
 
 
 _estimators: dict[tuple[str, ...], Estimator] = {}
@@ -130,7 +141,9 @@ def main() -> None:
             _estimators[key] = Estimator(subject(row), 8, int(row["seq"]))
             _estimators[key]._shallow = shallow
     everything = rows()
-    print(f"{'GPU':<8} {'rows':>5} {'set':<12} {'ours: mean':>10} {'worst':>7} {'rank':>6}   {'one constant: mean':>18} {'worst':>7}")
+    print(
+        f"{'GPU':<8} {'rows':>5} {'set':<12} {'ours: mean':>10} {'worst':>7} {'rank':>6}   {'one constant: mean':>18} {'worst':>7}"
+    )
     for name in GPUS:
         mine = [row for row in everything if gpu_of(row) == name]
         fitted = [row for row in mine if row["model"] in CALIBRATION]
@@ -140,12 +153,18 @@ def main() -> None:
             print(name, rates)
         ideal = [constant(row, 1.0) / float(row["step_time_s"]) for row in fitted]
         utilisation = statistics.median(ideal)
-        for label, chosen in (("calibration", fitted), ("held out", [row for row in mine if row not in fitted]), ("all", mine)):
+        for label, chosen in (
+            ("calibration", fitted),
+            ("held out", [row for row in mine if row not in fitted]),
+            ("all", mine),
+        ):
             ours = [predict(row, rates) for row in chosen]
             mean, worst = errors(chosen, ours)
             base_mean, base_worst = errors(chosen, [constant(row, utilisation) for row in chosen])
             rank = rank_correlation(ours, [float(row["step_time_s"]) for row in chosen])
-            print(f"{name:<8} {len(chosen):>5} {label:<12} {mean:>10.1%} {worst:>7.1%} {rank:>6.3f}   {base_mean:>18.1%} {base_worst:>7.1%}")
+            print(
+                f"{name:<8} {len(chosen):>5} {label:<12} {mean:>10.1%} {worst:>7.1%} {rank:>6.3f}   {base_mean:>18.1%} {base_worst:>7.1%}"
+            )
     if arguments.cache:
         Path(arguments.cache).write_bytes(pickle.dumps({key: e._shallow for key, e in _estimators.items()}))
 

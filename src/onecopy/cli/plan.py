@@ -11,26 +11,52 @@ GIB = 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("model", metavar="MODEL", help="a preset (llama-13b, gpt2, ...), a folder or file with config.json, or package.module:function")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a preset (llama-13b, gpt2, ...), a folder or file with config.json, or package.module:function",
+    )
     parser.add_argument("--gpus", default="8xA100-80GB", metavar="NxGPU", help="count and kind (default: %(default)s)")
-    parser.add_argument("--seq", type=int, metavar="TOKENS", help="tokens a sample (default: the model's longest, at most 4096)")
-    parser.add_argument("--micro-batch", type=int, default=1, metavar="SAMPLES", help="samples a GPU and forward (default: %(default)s)")
+    parser.add_argument(
+        "--seq", type=int, metavar="TOKENS", help="tokens a sample (default: the model's longest, at most 4096)"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=1, metavar="SAMPLES", help="samples a GPU and forward (default: %(default)s)"
+    )
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="default: the lowest from 1 that fits")
-    parser.add_argument("--accumulation", type=int, default=1, metavar="STEPS", help="micro-batches a step (default: %(default)s)")
-    parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="none", help="of activations (default: %(default)s)")
+    parser.add_argument(
+        "--accumulation", type=int, default=1, metavar="STEPS", help="micro-batches a step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--checkpointing",
+        choices=("none", "selective", "full"),
+        default="none",
+        help="of activations (default: %(default)s)",
+    )
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s")
     parser.add_argument("--config", metavar="FILE", help="a DeepSpeed-style JSON to plan for")
     parser.add_argument("--advise", action="store_true", help="search stage, micro-batch and checkpointing")
-    parser.add_argument("--global-batch", type=int, metavar="SAMPLES", help="samples of one optimizer step over all GPUs (with --advise)")
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        metavar="SAMPLES",
+        help="samples of one optimizer step over all GPUs (with --advise)",
+    )
     parser.add_argument("--write", metavar="FILE", help="write the recommended JSON")
     parser.add_argument("--html", metavar="FILE", help="write a report page")
     parser.add_argument("--trace", metavar="FILE", help="write the three lanes as a chrome trace")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON (sizes in bytes, times in seconds)")
+    parser.add_argument(
+        "--json", action="store_true", help="print everything as JSON (sizes in bytes, times in seconds)"
+    )
     parser.add_argument("--hardware", metavar="FILE", help="a TOML file with GPUs of your own")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: %(default)s")
-    parser.add_argument("--context-gib", type=float, metavar="GIB", help="the CUDA context's memory, where you measured it")
+    parser.add_argument(
+        "--context-gib", type=float, metavar="GIB", help="the CUDA context's memory, where you measured it"
+    )
     parser.add_argument("--nccl-gib", type=float, metavar="GIB", help="NCCL's buffers, where you measured them")
-    parser.add_argument("--fragmentation", type=float, metavar="SHARE", help="of allocated memory, where you measured it (0.05 is 5 %%)")
+    parser.add_argument(
+        "--fragmentation", type=float, metavar="SHARE", help="of allocated memory, where you measured it (0.05 is 5 %%)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         "fragmentation": arguments.fragmentation,
     }
     answer = plan(
-        arguments.model, arguments.gpus, arguments.seq, arguments.micro_batch, arguments.stage, arguments.accumulation, arguments.checkpointing,
+        arguments.model, arguments.gpus, arguments.seq, arguments.micro_batch, arguments.stage, arguments.accumulation,
+        arguments.checkpointing,
         arguments.precision, arguments.config, arguments.advise or arguments.global_batch is not None, arguments.global_batch,
         arguments.hardware, arguments.gpus_per_node, overrides,
     )  # fmt: skip

@@ -39,7 +39,14 @@ class Choice:
         }  # fmt: skip
 
 
-def judge(estimator: Estimator, setting: Setting, machine: Machine, rates: Rates, overrides: dict[str, Any] | None = None, peak: int | None = None) -> Choice:
+def judge(
+    estimator: Estimator,
+    setting: Setting,
+    machine: Machine,
+    rates: Rates,
+    overrides: dict[str, Any] | None = None,
+    peak: int | None = None,
+) -> Choice:
     """Memory, time and verdict of one setting."""
     allocated = estimator.peak(setting) if peak is None else peak
     parts = unseen(allocated, machine.count, **(overrides or {}))
@@ -55,12 +62,17 @@ def judge(estimator: Estimator, setting: Setting, machine: Machine, rates: Rates
     )  # fmt: skip
 
 
-def largest_micro_batch(estimator: Estimator, setting: Setting, machine: Machine, overrides: dict[str, Any] | None = None, most: int = 4096) -> int:
+def largest_micro_batch(
+    estimator: Estimator, setting: Setting, machine: Machine, overrides: dict[str, Any] | None = None, most: int = 4096
+) -> int:
     """The largest micro-batch whose upper bound fits; 0 when even one sample does not."""
 
     def fits(size: int) -> bool:
         allocated = estimator.peak(replace(setting, micro_batch=size))
-        return allocated + sum(part.bound for part in unseen(allocated, machine.count, **(overrides or {}))) <= machine.gpu.memory
+        return (
+            allocated + sum(part.bound for part in unseen(allocated, machine.count, **(overrides or {})))
+            <= machine.gpu.memory
+        )
 
     if estimator.subject.shrink is None or not fits(1):
         return 1 if fits(1) else 0
@@ -73,7 +85,14 @@ def largest_micro_batch(estimator: Estimator, setting: Setting, machine: Machine
     return low
 
 
-def search(estimator: Estimator, machine: Machine, rates: Rates, global_batch: int | None = None, precision: str = "bf16", overrides: dict[str, Any] | None = None) -> list[Choice]:
+def search(
+    estimator: Estimator,
+    machine: Machine,
+    rates: Rates,
+    global_batch: int | None = None,
+    precision: str = "bf16",
+    overrides: dict[str, Any] | None = None,
+) -> list[Choice]:
     """Every stage and checkpointing with its largest useful micro-batch and half of it; fastest first among those that fit."""
     choices = []
     share = max(1, (global_batch or 0) // machine.count)
@@ -86,7 +105,15 @@ def search(estimator: Estimator, machine: Machine, rates: Rates, global_batch: i
                     while share % size:
                         size -= 1
                 accumulation = share // size if global_batch else 1
-                choices.append(judge(estimator, replace(setting, micro_batch=size, accumulation=accumulation), machine, rates, overrides))
+                choices.append(
+                    judge(
+                        estimator,
+                        replace(setting, micro_batch=size, accumulation=accumulation),
+                        machine,
+                        rates,
+                        overrides,
+                    )
+                )
     unique = {choice.setting: choice for choice in choices}
     ranked = sorted(unique.values(), key=lambda c: (not c.fits, -c.tokens_per_second if c.fits else c.bound))
     for choice in ranked:
@@ -113,17 +140,19 @@ def sentences(ranked: list[Choice], estimator: Estimator, machine: Machine) -> l
         least = min(ranked, key=lambda c: c.bound)
         needed = _gpus_needed(estimator, least.setting, machine)
         said.append(
-            f"Nothing fits {machine}: the smallest setting (stage {least.setting.stage}, {least.setting.checkpointing} checkpointing, micro-batch "
+            f"Nothing fits {machine}: the smallest setting (stage {least.setting.stage}, "
+            f"{least.setting.checkpointing} checkpointing, micro-batch "
             f"{least.setting.micro_batch}) needs up to {least.bound / GIB:.1f} GiB of {machine.gpu.memory / GIB:.1f} GiB a GPU."
         )
         said.append(
             f"The smallest change that fits: {needed} GPUs of this kind at stage 3." if needed
-            else "More GPUs alone do not help (activations or slots of one GPU are too large): use shorter sequences or GPUs with more memory."
+            else "More GPUs alone do not help (activations or slots of one GPU are too large): use shorter sequences or larger GPUs."
         )  # fmt: skip
         return said
     best = fitting[0]
     said.append(
-        f"Take stage {best.setting.stage} with micro-batch {best.setting.micro_batch} and {best.setting.checkpointing} checkpointing: the fastest that "
+        f"Take stage {best.setting.stage} with micro-batch {best.setting.micro_batch} and "
+        f"{best.setting.checkpointing} checkpointing: the fastest that "
         f"fits, {best.tokens_per_second:,.0f} tokens/s a GPU, up to {best.bound / GIB:.1f} GiB."
     )
     per_stage = {stage: next((c for c in fitting if c.setting.stage == stage), None) for stage in STAGES}
@@ -132,7 +161,8 @@ def sentences(ranked: list[Choice], estimator: Estimator, machine: Machine) -> l
         gain = three.tokens_per_second / two.tokens_per_second - 1
         said.append(
             "Stage 2 fits and stage 3 is as fast: prefer stage 2, it sends less." if abs(gain) < 0.01 else
-            f"Stage 2 fits: stage 3 would be {abs(gain):.0%} {'faster (its memory buys a larger micro-batch)' if gain > 0 else 'slower (it gathers weights twice a step)'}; "
+            f"Stage 2 fits: stage 3 would be {abs(gain):.0%} "
+            f"{'faster (its memory buys a larger micro-batch)' if gain > 0 else 'slower (it gathers weights twice a step)'}; "
             "prefer stage 2 while it fits and is not slower."
         )  # fmt: skip
     elif three:
@@ -143,10 +173,14 @@ def sentences(ranked: list[Choice], estimator: Estimator, machine: Machine) -> l
         one = replace(none[0].setting, micro_batch=1)
         saved = estimator.peak(one) - estimator.peak(replace(one, checkpointing="full"))
         rates_ = none[0].tokens_per_second / full[0].tokens_per_second - 1
-        said.append(f"Full checkpointing saves {saved / GIB:.1f} GiB a sample and costs about {max(0.0, rates_):.0%} of speed at the best micro-batch of each.")
+        said.append(
+            f"Full checkpointing saves {saved / GIB:.1f} GiB a sample and costs about {max(0.0, rates_):.0%} of "
+            "speed at the best micro-batch of each."
+        )
     if best.exposed > 0.2 * best.seconds:
         said.append(
-            f"{best.exposed / best.seconds:.0%} of the step waits for communication over {machine.gpu.link / 1e9:.0f} GB/s links: larger micro-batches, "
+            f"{best.exposed / best.seconds:.0%} of the step waits for communication over "
+            f"{machine.gpu.link / 1e9:.0f} GB/s links: larger micro-batches, "
             "more accumulation at stage 2, or NVLink would hide it."
         )
     return said

@@ -53,7 +53,15 @@ class Setting:
         return document
 
 
-def exact(subject: Subject, setting: Setting, world_size: int, sequence: int, base: Any = None, windows: int = 1, tape: Tape | None = None) -> Rehearsal:
+def exact(
+    subject: Subject,
+    setting: Setting,
+    world_size: int,
+    sequence: int,
+    base: Any = None,
+    windows: int = 1,
+    tape: Tape | None = None,
+) -> Rehearsal:
     """Rehearse one setting with the whole model."""
     config = {**setting.config(base), "steps_per_print": None}
     with virtual_world(world_size), readable_errors(subject):
@@ -73,7 +81,8 @@ def readable_errors(subject: Subject) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         place = _users_line(error)
         raise PlanError(
-            f"{subject.name} reads a tensor's value during forward ({error.func}) at {place}; a plan has no values: use torch.where or a fixed "
+            f"{subject.name} reads a tensor's value during forward ({error.func}) at {place}; a plan has no "
+            "values: use torch.where or a fixed "
             "shape there, or give the model a flag that leaves that code out"
         ) from None
 
@@ -117,7 +126,9 @@ def _checkpointed(forward: Callable[..., Any], checkpoint: Any, options: dict[st
 
 
 Segment = tuple[str, str, str]  # (phase, stretch, "first" or "last" block or "")
-Profile = list[tuple[Segment, int]]  # at every birth of the window: where it was, and the bytes alive beyond the resting state
+Profile = list[
+    tuple[Segment, int]
+]  # at every birth of the window: where it was, and the bytes alive beyond the resting state
 
 
 def profile_of(run: Rehearsal) -> Profile:
@@ -136,7 +147,9 @@ def profile_of(run: Rehearsal) -> Profile:
         if name:
             blocks.setdefault(name, len(blocks))
         profile.append(((entry.phase, entry.stretch, name), beyond))
-    place = {name: "first" if order == 0 else "last" if order == len(blocks) - 1 else "" for name, order in blocks.items()}
+    place = {
+        name: "first" if order == 0 else "last" if order == len(blocks) - 1 else "" for name, order in blocks.items()
+    }
     return [((phase, stretch, place.get(name, "")), size) for (phase, stretch, name), size in profile]
 
 
@@ -179,7 +192,9 @@ class Shallow:
     def seconds(self, layers: int, micro_batch: int, machine: Machine, rates: Rates) -> Played:
         """One optimizer step of one micro-batch, extended to `layers`."""
         low, high = SHALLOW
-        small, large = (play(between(self.tapes[d, 1], self.tapes[d, 2], micro_batch), machine, rates) for d in (low, high))
+        small, large = (
+            play(between(self.tapes[d, 1], self.tapes[d, 2], micro_batch), machine, rates) for d in (low, high)
+        )
         more = (layers - high) / (high - low)
         grown = {
             name: getattr(large, name) + more * (getattr(large, name) - getattr(small, name))
@@ -206,7 +221,11 @@ def between(one: list[Event], two: list[Event], batch: float) -> list[Event]:
         if isinstance(a, Compute) and isinstance(b, Compute) and len(a.matmuls) == len(b.matmuls):
             grow: Callable[[int, int], int] = lambda x, y: int(x + more * (y - x))  # noqa: E731
             matmuls = [(grow(x[0], y[0]), grow(x[1], y[1]), x[2]) for x, y in zip(a.matmuls, b.matmuls, strict=True)]
-            result.append(Compute(a.phase, a.module, matmuls, grow(a.attention, b.attention), grow(a.traffic, b.traffic), a.operators))
+            result.append(
+                Compute(
+                    a.phase, a.module, matmuls, grow(a.attention, b.attention), grow(a.traffic, b.traffic), a.operators
+                )
+            )
         else:
             result.append(b)
     return result
@@ -227,7 +246,9 @@ class Estimator:
         """The training state of the whole model, without a forward."""
         key = (setting.stage, setting.precision, setting.slots, setting.accumulation > 1)
         if key not in self._resting:
-            self._resting[key] = exact(self.subject, replace(setting, micro_batch=1), self.world_size, 8, self.base, windows=0)
+            self._resting[key] = exact(
+                self.subject, replace(setting, micro_batch=1), self.world_size, 8, self.base, windows=0
+            )
         return self._resting[key]
 
     def shallow(self, setting: Setting) -> Shallow:

@@ -74,10 +74,10 @@ class Machine:
 
 
 _ALIASES = {
-    "a100-80gb": "A100-SXM-80GB", "a100": "A100-SXM-80GB", "a100-40gb": "A100-SXM-40GB", "h100": "H100-SXM-80GB", "h100-80gb": "H100-SXM-80GB",
-    "h200": "H200-SXM-141GB", "b200": "B200-SXM-180GB", "v100": "V100-SXM-32GB", "v100-32gb": "V100-SXM-32GB", "l40s": "L40S-48GB",
-    "a10g": "A10G-24GB", "rtx3090": "RTX3090-24GB", "rtx4090": "RTX4090-24GB", "rtx5090": "RTX5090-32GB", "mi300x": "MI300X-192GB",
-    "a100-pcie": "A100-PCIe-80GB", "h100-pcie": "H100-PCIe-80GB",
+    "a100": "A100-SXM-80GB", "a100-80gb": "A100-SXM-80GB", "a100-40gb": "A100-SXM-40GB", "a100-pcie": "A100-PCIe-80GB",
+    "h100": "H100-SXM-80GB", "h100-80gb": "H100-SXM-80GB", "h100-pcie": "H100-PCIe-80GB", "h200": "H200-SXM-141GB",
+    "b200": "B200-SXM-180GB", "v100": "V100-SXM-32GB", "v100-32gb": "V100-SXM-32GB", "l40s": "L40S-48GB", "a10g": "A10G-24GB",
+    "rtx3090": "RTX3090-24GB", "rtx4090": "RTX4090-24GB", "rtx5090": "RTX5090-32GB", "mi300x": "MI300X-192GB",
 }  # fmt: skip
 
 
@@ -91,7 +91,9 @@ def known_gpus() -> dict[str, Gpu]:
         peak = float(row["peak_bf16_tflops_dense"] or row["peak_fp16_tflops_dense"])
         found[row["gpu"].lower()] = Gpu(
             name=row["gpu"],
-            memory=float(row["hbm_gb"]) * 1e9 if row["hbm_gb"] not in ("80", "40", "32", "24", "48") else float(row["hbm_gb"]) * 2**30 * 0.99,
+            memory=float(row["hbm_gb"]) * 1e9
+            if row["hbm_gb"] not in ("80", "40", "32", "24", "48")
+            else float(row["hbm_gb"]) * 2**30 * 0.99,
             bandwidth=float(row["hbm_gbps"]) * 1e9,
             flops=peak * 1e12,
             matmul_fraction=float(row["matmul_frac"] or 0.75),
@@ -124,7 +126,9 @@ def machine(text: str, per_node: int = 8, file: str | Path | None = None) -> Mac
     if found is None:
         names = [*_ALIASES, *gpus]
         near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3)
-        raise PlanError(f"GPU '{name}' is not known; nearest: {', '.join(near) or ', '.join(gpus)}; add your own with --hardware FILE.toml")
+        raise PlanError(
+            f"GPU '{name}' is not known; nearest: {', '.join(near) or ', '.join(gpus)}; add your own with --hardware FILE.toml"
+        )
     return Machine(found, count, per_node)
 
 
@@ -139,7 +143,9 @@ def _own_gpus(path: Path) -> dict[str, Gpu]:
         for key in table:
             if key not in names:
                 near = difflib.get_close_matches(key, names, n=2)
-                raise PlanError(f"{path}: [{name}] has the unknown key '{key}'; nearest: {', '.join(near) or ', '.join(sorted(names))}")
+                raise PlanError(
+                    f"{path}: [{name}] has the unknown key '{key}'; nearest: {', '.join(near) or ', '.join(sorted(names))}"
+                )
         try:
             own[name.lower()] = replace(known_gpus()["a100-sxm-80gb"], name=name, source=str(path), **table)
         except TypeError as error:

@@ -69,7 +69,9 @@ class Ledger(TorchDispatchMode):
         self.module = ""
         self.stretch = "before"
         self.paused = 0
-        self.operators: Any = None  # a recorder of operators for the time model, called with (function, arguments, result)
+        self.operators: Any = (
+            None  # a recorder of operators for the time model, called with (function, arguments, result)
+        )
         self._of: dict[int, int] = {}
         self._finalizers: dict[int, Any] = {}
 

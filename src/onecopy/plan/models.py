@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 
 from onecopy.errors import PlanError
 from onecopy.plan.presets import PRESETS
@@ -59,15 +62,23 @@ def from_config_dict(content: dict[str, Any], name: str, source: str = "") -> Su
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise PlanError(f"'{name}' is built by transformers, which is not installed; run `pip install transformers`") from None
-    rest = {key: value for key, value in content.items() if key not in ("model_type", "transformers_version", "auto_map", "torch_dtype", "dtype")}
+        raise PlanError(
+            f"'{name}' is built by transformers, which is not installed; run `pip install transformers`"
+        ) from None
+    rest = {
+        key: value
+        for key, value in content.items()
+        if key not in ("model_type", "transformers_version", "auto_map", "torch_dtype", "dtype")
+    }
     try:
         config = AutoConfig.for_model(content["model_type"], **rest)
     except ValueError:
         from transformers import CONFIG_MAPPING
 
         near = difflib.get_close_matches(str(content["model_type"]), list(CONFIG_MAPPING), n=3)
-        raise PlanError(f"model_type '{content['model_type']}' is not known to transformers; nearest: {', '.join(near) or 'none'}") from None
+        raise PlanError(
+            f"model_type '{content['model_type']}' is not known to transformers; nearest: {', '.join(near) or 'none'}"
+        ) from None
     config.use_cache = False
     kind = _task_of(content)
     if kind == "sequence" and getattr(config, "decoder_start_token_id", None) is None:
@@ -108,7 +119,9 @@ def _task_of(content: dict[str, Any]) -> str:
     if kind.startswith(_VISION):
         return "image"
     named = " ".join(content.get("architectures") or [])
-    if "MaskedLM" in named or (not named and kind in ("bert", "roberta", "deberta-v2", "electra", "distilbert", "modernbert")):
+    if "MaskedLM" in named or (
+        not named and kind in ("bert", "roberta", "deberta-v2", "electra", "distilbert", "modernbert")
+    ):
         return "masked"
     if "Seq2Seq" in named or "ConditionalGeneration" in named or kind in ("t5", "mt5", "bart"):
         return "sequence"
@@ -124,8 +137,21 @@ def _build(config: Any, kind: str) -> nn.Module:
         "sequence": transformers.AutoModelForSeq2SeqLM,
         "image": transformers.AutoModelForImageClassification,
     }[kind]
-    model: nn.Module = maker.from_config(config)
+    with _without_initial_values():
+        model: nn.Module = maker.from_config(config)
+    model.tie_weights()  # type: ignore[operator]  # is left out together with the initial values
     return model
+
+
+def _without_initial_values() -> AbstractContextManager[Any]:
+    """Fake weights need none, and some initialisers read what they write."""
+    if detect_fake_mode([torch.empty(0)]) is None:
+        return nullcontext()
+    place = "transformers.initialization"  # transformers 5; before, it was in modeling_utils
+    if importlib.util.find_spec(place) is None:
+        place = "transformers.modeling_utils"
+    context: AbstractContextManager[Any] = importlib.import_module(place).no_init_weights()
+    return context
 
 
 def _from_function(text: str) -> Subject:
@@ -136,7 +162,9 @@ def _from_function(text: str) -> Subject:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise PlanError(f"'{text}' names the module {module_name}, which cannot be imported ({error}); run from the folder that holds it") from None
+        raise PlanError(
+            f"'{text}' names the module {module_name}, which cannot be imported ({error}); run from the folder that holds it"
+        ) from None
     function = getattr(module, attribute, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
@@ -152,7 +180,9 @@ def _from_maker(function: Any, text: str) -> Subject:
     def build() -> nn.Module:
         made = function()
         if not (isinstance(made, tuple) and len(made) >= 2 and isinstance(made[0], nn.Module)):
-            raise PlanError(f"{text} returned a {type(made).__name__}; return (module, inputs) or (module, inputs, loss function)")
+            raise PlanError(
+                f"{text} returned a {type(made).__name__}; return (module, inputs) or (module, inputs, loss function)"
+            )
         kept["inputs"] = made[1]
         kept["loss"] = made[2] if len(made) > 2 else _any_loss
         model: nn.Module = made[0]
@@ -164,7 +194,9 @@ def _from_maker(function: Any, text: str) -> Subject:
             inputs = inputs(size, length)
         if isinstance(inputs, dict):
             return inputs
-        raise PlanError(f"{text} gives its inputs as a {type(inputs).__name__}; give a dict of keyword arguments of forward")
+        raise PlanError(
+            f"{text} gives its inputs as a {type(inputs).__name__}; give a dict of keyword arguments of forward"
+        )
 
     return Subject(text, build, batch, lambda output: kept["loss"](output), 1024, text)
 
@@ -178,4 +210,5 @@ def _any_loss(output: Any) -> torch.Tensor:
         output = output[0]
     if not isinstance(output, torch.Tensor):
         output = next(value for value in vars(output).values() if isinstance(value, torch.Tensor))
+    assert isinstance(output, torch.Tensor)
     return output if output.dim() == 0 else output.float().mean()

@@ -15,7 +15,7 @@ from onecopy.plan.ledger import CATEGORIES
 from onecopy.plan.models import subject_for
 from onecopy.plan.rehearsal import Rehearsal, Subject
 from onecopy.plan.tape import Tape
-from onecopy.plan.timing import Played, Rates, chrome_trace, play, rates_for
+from onecopy.plan.timing import Played, chrome_trace, play, rates_for
 from onecopy.plan.unseen import GIB, NOT_IN_NUMBERS, Unseen, unseen
 
 
@@ -63,7 +63,9 @@ class Plan:
             "gpu_memory_bytes": int(self.machine.gpu.memory), "sequence_tokens": self.sequence,
             "chosen": self.chosen.row(), "peak_bytes_by_category": self.peak, "resting_bytes_by_category": self.rehearsal.resting,
             "holders": [{"module": m, "category": c, "bytes": b} for m, c, b in self.rehearsal.holders()],
-            "unseen": [{"name": u.name, "guess_bytes": u.guess, "bound_bytes": u.bound, "source": u.source, "flag": u.flag} for u in self.unseen],
+            "unseen": [
+                {"name": u.name, "guess_bytes": u.guess, "bound_bytes": u.bound, "source": u.source, "flag": u.flag} for u in self.unseen
+            ],
             "sent": self.rehearsal.windows[-1].sent,
             "stages": [choice.row() for choice in self.stages], "largest_micro_batch": self.largest_micro_batch,
             "settings": [choice.row() for choice in self.settings], "advice": self.advice, "config": self.config(),
@@ -120,9 +122,13 @@ def plan(
     rates = rates_for(where.gpu.name)
     stages = [judge(estimator, replace(setting, stage=one), where, rates, overrides) for one in STAGES]
     if stage is None and not (base or {}).get("zero_optimization", {}).get("stage"):
-        setting = replace(setting, stage=next((c.setting.stage for c in stages[1:] if c.fits), 3) if where.count > 1 else 0)
+        setting = replace(
+            setting, stage=next((c.setting.stage for c in stages[1:] if c.fits), 3) if where.count > 1 else 0
+        )
     tape = Tape()
-    rehearsal = exact(subject, replace(setting, accumulation=min(2, setting.accumulation)), where.count, length, base, tape=tape)
+    rehearsal = exact(
+        subject, replace(setting, accumulation=min(2, setting.accumulation)), where.count, length, base, tape=tape
+    )
     largest = {one: largest_micro_batch(estimator, replace(setting, stage=one), where, overrides) for one in STAGES}
     chosen = judge(estimator, setting, where, rates, overrides, peak=rehearsal.peak)
     answer = Plan(
@@ -137,7 +143,14 @@ def plan(
     return answer
 
 
-def _setting(base: dict[str, Any] | None, stage: int | None, micro_batch: int, accumulation: int, checkpointing: str, precision: str) -> Setting:
+def _setting(
+    base: dict[str, Any] | None,
+    stage: int | None,
+    micro_batch: int,
+    accumulation: int,
+    checkpointing: str,
+    precision: str,
+) -> Setting:
     if checkpointing not in CHECKPOINTING:
         raise PlanError(f"checkpointing '{checkpointing}' is unknown; choose {', '.join(CHECKPOINTING)}")
     if precision not in ("bf16", "fp16", "fp32"):
@@ -149,7 +162,10 @@ def _setting(base: dict[str, Any] | None, stage: int | None, micro_batch: int, a
     if chosen not in STAGES:
         raise PlanError(f"stage {chosen} does not exist; choose 0, 1, 2 or 3")
     given = [document.get("train_micro_batch_size_per_gpu"), document.get("gradient_accumulation_steps")]
-    size, steps = (value if isinstance(value, int) else default for value, default in zip(given, (micro_batch, accumulation), strict=True))
+    size, steps = (
+        value if isinstance(value, int) else default
+        for value, default in zip(given, (micro_batch, accumulation), strict=True)
+    )
     if size < 1 or steps < 1:
         raise PlanError(f"micro-batch {size} and accumulation {steps} must be at least 1")
     return Setting(chosen, size, steps, checkpointing, precision)
@@ -159,7 +175,8 @@ def _lines(p: Plan) -> list[str]:
     s, chosen = p.chosen.setting, p.chosen
     lines = [
         f"{p.subject.name}: {p.numel / 1e9:.2f} billion parameters on {p.machine} ({p.machine.gpu.memory / GIB:.1f} GiB each)",
-        f"stage {s.stage}, micro-batch {s.micro_batch}, {p.sequence} tokens a sample, accumulation {s.accumulation}, {s.checkpointing} checkpointing, {s.precision}",
+        f"stage {s.stage}, micro-batch {s.micro_batch}, {p.sequence} tokens a sample, accumulation "
+        f"{s.accumulation}, {s.checkpointing} checkpointing, {s.precision}",
         "",
         "Memory a GPU at the peak",
     ]
@@ -167,21 +184,35 @@ def _lines(p: Plan) -> list[str]:
     lines += [f"  {'allocated':<18} {_gib(chosen.allocated)}   counted by the ledger, nothing estimated"]
     lines += ["  not seen by the ledger (guess, upper bound):"]
     lines += [f"    {u.name:<26} {_gib(u.guess)} {_gib(u.bound)}   {u.source}" for u in p.unseen]
-    verdict = f"fits, {chosen.headroom / GIB:.1f} GiB spare" if chosen.fits else f"DOES NOT FIT: {-chosen.headroom / GIB:.1f} GiB too much"
-    lines += [f"  {'reserved':<18} {_gib(chosen.reserved)} (best guess)", f"  {'upper bound':<18} {_gib(chosen.bound)}   {verdict}", "", "Held by"]
+    verdict = (
+        f"fits, {chosen.headroom / GIB:.1f} GiB spare"
+        if chosen.fits
+        else f"DOES NOT FIT: {-chosen.headroom / GIB:.1f} GiB too much"
+    )
+    lines += [
+        f"  {'reserved':<18} {_gib(chosen.reserved)} (best guess)",
+        f"  {'upper bound':<18} {_gib(chosen.bound)}   {verdict}",
+        "",
+        "Held by",
+    ]
     lines += [f"  {_gib(b)}  {c:<16} {m or '(engine)'}" for m, c, b in p.rehearsal.holders(6)]
     lines += ["", "stage   allocated     bound  fits  largest micro-batch   step time  tokens/s/GPU    MFU  exposed"]
     for c in p.stages:
         lines.append(
-            f"{c.setting.stage:>5} {_gib(c.allocated)} {_gib(c.bound)}  {'yes' if c.fits else 'no ':<4} {p.largest_micro_batch[c.setting.stage]:>20} "
+            f"{c.setting.stage:>5} {_gib(c.allocated)} {_gib(c.bound)}  {'yes' if c.fits else 'no ':<4} "
+            f"{p.largest_micro_batch[c.setting.stage]:>20} "
             f"{c.seconds:>9.3f} s {c.tokens_per_second:>13,.0f} {c.mfu:>6.1%} {c.exposed:>6.3f} s"
         )
     if p.settings:
-        lines += ["", "   stage  micro  accumulation  checkpointing       bound    headroom   step time  tokens/s/GPU  why"]
+        lines += [
+            "",
+            "   stage  micro  accumulation  checkpointing       bound    headroom   step time  tokens/s/GPU  why",
+        ]
         for number, c in enumerate(p.settings[:16]):
             t = c.setting
             lines.append(
-                f"{'->' if number == 0 and c.fits else '  '} {t.stage:>5} {t.micro_batch:>6} {t.accumulation:>13}  {t.checkpointing:<13} {_gib(c.bound)} "
+                f"{'->' if number == 0 and c.fits else '  '} {t.stage:>5} {t.micro_batch:>6} {t.accumulation:>13}  "
+                f"{t.checkpointing:<13} {_gib(c.bound)} "
                 f"{_gib(c.headroom)} {c.seconds:>9.3f} s {c.tokens_per_second:>13,.0f}  {c.why}"
             )
     lines += ["", *p.advice] if p.advice else []

@@ -13,7 +13,14 @@ def _llama(hidden: int, ffn: int, layers: int, heads: int, kv: int, vocab: int, 
 
 
 def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
-    return {"model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": 50257, "n_positions": 1024}
+    return {
+        "model_type": "gpt2",
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": heads,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+    }
 
 
 def _opt(hidden: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:

@@ -111,11 +111,19 @@ class RecordingCollective(Collective):
 
     def start_gather(self, buffer: torch.Tensor, key: int, label: str) -> Any:
         pending: Any = super().start_gather(buffer, key, label)
-        return pending if self.tape is None else _Recorded(pending, self.tape, self.tape.start("gather", buffer.nbytes, label))
+        return (
+            pending
+            if self.tape is None
+            else _Recorded(pending, self.tape, self.tape.start("gather", buffer.nbytes, label))
+        )
 
     def start_reduce(self, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str) -> Any:
         pending: Any = super().start_reduce(buffer, scratch, key, label)
-        return pending if self.tape is None else _Recorded(pending, self.tape, self.tape.start("reduce", buffer.nbytes, label))
+        return (
+            pending
+            if self.tape is None
+            else _Recorded(pending, self.tape, self.tape.start("reduce", buffer.nbytes, label))
+        )
 
 
 class _Recorded:
@@ -136,7 +144,15 @@ class _Recorded:
 
 
 # ------------------------------------------------------------------------------------------------------------------ costs
-_NO_KERNEL = {"aten::detach", "aten::_unsafe_view", "aten::alias", "aten::empty", "aten::empty_like", "aten::lift_fresh", "aten::empty_strided"}
+_NO_KERNEL = {
+    "aten::detach",
+    "aten::_unsafe_view",
+    "aten::alias",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::lift_fresh",
+    "aten::empty_strided",
+}
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, result: torch.Tensor) -> tuple[int, int, int]:
@@ -161,14 +177,14 @@ def _attention_flops(name: str, args: Any, kwargs: Any) -> int:
     backward = "backward" in name
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
     batch, heads, length, width = query.shape
-    flops = 2 * batch * heads * length * key.shape[-2] * width * (5 if backward else 2)
+    flops: int = 2 * batch * heads * length * key.shape[-2] * width * (5 if backward else 2)
     causal = any(isinstance(value, bool) and value for value in (*args, *kwargs.values()))
     return flops // 2 if causal else flops
 
 
 def _nbytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
+        return int(value.numel()) * int(value.element_size())
     if isinstance(value, list | tuple):
         return sum(_nbytes(item) for item in value)
     if isinstance(value, dict):

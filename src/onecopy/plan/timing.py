@@ -1,8 +1,8 @@
 """Play a tape on a machine: one compute lane, one gather lane, one reduce lane, and what waits for what.
 
-    operator     a matrix multiplication takes the longer of FLOPs / (peak x fraction) and bytes / bandwidth, others bytes
-    transfer     starts when its lane is free and the compute lane has reached it; see `Machine.transfer_seconds`
-    wait         the compute lane stands until the transfer has arrived: exposed communication
+operator     a matrix multiplication takes the longer of FLOPs / (peak x fraction) and bytes / bandwidth, others bytes
+transfer     starts when its lane is free and the compute lane has reached it; see `Machine.transfer_seconds`
+wait         the compute lane stands until the transfer has arrived: exposed communication
 """
 
 from __future__ import annotations
@@ -118,7 +118,15 @@ def chrome_trace(played: Played) -> dict[str, object]:
     lanes = {"compute": 0, "gather": 1, "reduce": 2}
     return {
         "traceEvents": [
-            {"name": label, "cat": lane, "ph": "X", "ts": start * 1e6, "dur": (end - start) * 1e6, "pid": 0, "tid": lanes[lane]}
+            {
+                "name": label,
+                "cat": lane,
+                "ph": "X",
+                "ts": start * 1e6,
+                "dur": (end - start) * 1e6,
+                "pid": 0,
+                "tid": lanes[lane],
+            }
             for lane, start, end, label in played.bars
         ]
     }

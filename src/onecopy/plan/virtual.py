@@ -49,7 +49,8 @@ def virtual_world(world_size: int, accelerator: bool = True, rank: int = 0) -> I
         raise PlanError(f"a plan for {world_size} ranks is not possible; give 1 to {LARGEST_WORLD}")
     if dist.is_initialized():
         raise PlanError(
-            "this process already belongs to a torch.distributed world; plan before init_process_group, or in a process of its own (`onecopy plan`)"
+            "this process already belongs to a torch.distributed world; plan before init_process_group, or in a "
+            "process of its own (`onecopy plan`)"
         )
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -64,7 +65,9 @@ def virtual_world(world_size: int, accelerator: bool = True, rank: int = 0) -> I
         stack.enter_context(mock.patch("onecopy.engine.start.default_device", lambda: torch.device("cpu")))
         if "transformers.masking_utils" in sys.modules:
             # Its answer depends on values: a batch of whole sequences, as in training on packed text of one length, needs no mask.
-            stack.enter_context(mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None))
+            stack.enter_context(
+                mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
+            )
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(_leave)
         mode = FakeTensorMode(allow_non_fake_inputs=True)

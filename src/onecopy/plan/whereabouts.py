@@ -94,7 +94,11 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= 2 and len({type(child) for child in module}) == 1:
+        if (
+            isinstance(module, nn.ModuleList | nn.Sequential)
+            and len(module) >= 2
+            and len({type(child) for child in module}) == 1
+        ):
             inside = (*inside, f"{name}." if name else "")
             found |= {f"{name}.{local}" if name else local: child for local, child in module.named_children()}
     return found

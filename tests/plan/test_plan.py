@@ -1,0 +1,138 @@
+"""What a user sees of a plan: answers, nearest names, verdicts, files; and the estimators people know."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onecopy.cli.main import main
+from onecopy.errors import PlanError
+from onecopy.plan import Subject, estimate_zero3_model_states_mem_needs_all_live, plan, virtual_world
+from onecopy.plan.estimators import estimate_zero2_model_states_mem_needs, estimate_zero3_model_states_mem_needs
+from onecopy.plan.hardware import machine
+from onecopy.plan.models import subject_for
+from onecopy.plan.report import page
+from onecopy.plan.tape import Await, Compute, Transfer
+from onecopy.plan.timing import Rates, play
+from tests.plan.test_exact import LENGTH, gpt
+
+
+def test_plan_answers_with_all_stages_and_verdicts() -> None:
+    answer = plan(gpt(), "8xA100-80GB", sequence=LENGTH, micro_batch=2, advise=True, global_batch=64)
+    assert [choice.setting.stage for choice in answer.stages] == [0, 1, 2, 3]
+    assert answer.chosen.fits and answer.chosen.allocated <= answer.chosen.reserved <= answer.chosen.bound
+    assert sum(answer.peak.values()) == answer.chosen.allocated
+    assert answer.config()["train_batch_size"] == 64
+    assert answer.settings[0].fits and answer.advice
+    assert 0 < answer.chosen.mfu <= 1
+    json.dumps(answer.as_dict())
+    assert "GiB" in answer.text()
+
+
+def test_the_page_needs_no_network() -> None:
+    text = page(plan(gpt(), "4xH100", sequence=LENGTH))
+    assert "__DATA__" not in text and not re.search(r"""(src|href)=["']?(https?:)?//|@import|fetch\(""", text)
+
+
+def test_what_cannot_fit_says_the_smallest_change(tmp_path: Path) -> None:
+    own = tmp_path / "gpus.toml"
+    own.write_text("[toy]\nmemory = 2.3e9\nflops = 1e13\nbandwidth = 1e11\nlink = 1e10\n")
+    answer = plan(gpt(), "2xtoy", sequence=LENGTH, hardware=own)
+    assert not answer.chosen.fits
+    assert any("Nothing fits" in sentence for sentence in answer.advice)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: subject_for("lama-13b"), "llama-13b"),
+        (lambda: machine("8xA100-80G"), "a100-80gb"),
+        (lambda: subject_for("onecopy.train.model:parameter_group"), "parameter_groups"),
+        (lambda: machine("0xH100"), "at least 1"),
+    ],
+)
+def test_bad_names_get_the_nearest(call: Any, named: str) -> None:
+    with pytest.raises(PlanError, match=named):
+        call()
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y if y.sum().item() > 0 else -y
+
+
+def test_a_model_that_reads_values_is_told_where() -> None:
+    subject = Subject("reads", Reads, lambda size, _: {"x": torch.randn(size, 8)}, lambda y: y.mean())
+    with pytest.raises(PlanError, match=r"test_plan.py:\d+"):
+        plan(subject, "2xH100")
+
+
+def test_command_line_writes_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny_model.py").write_text(
+        "import torch\nfrom torch import nn\ndef make():\n    m = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])\n"
+        "    return m, lambda batch, length: {'input': torch.randn(batch, 8)}\n"
+    )
+    code = main(
+        [
+            "plan",
+            "tiny_model:make",
+            "--gpus",
+            "2xH100",
+            "--json",
+            "--html",
+            "r.html",
+            "--write",
+            "c.json",
+            "--trace",
+            "t.json",
+        ]
+    )
+    printed = json.loads(capsys.readouterr().out)
+    assert code == 0 and printed["chosen"]["fits"] and printed["peak_bytes_by_category"]["masters"] > 0
+    assert Path("r.html").read_text().startswith("<!doctype html>")
+    assert json.loads(Path("c.json").read_text())["zero_optimization"]["stage"] == printed["chosen"]["stage"]
+    assert json.loads(Path("t.json").read_text())["traceEvents"]
+    assert main(["plan", "lama-13b"]) == 1
+    assert "llama-13b" in capsys.readouterr().err
+
+
+def test_lanes_overlap_and_waits_are_exposed() -> None:
+    where = machine("8xA100-80GB")
+    second = [(int(where.gpu.flops), 0, 10**9)]
+    work = Compute("forward", "", second, operators=1)
+    rates = Rates(matmul=1.0)
+    transfer = where.transfer_seconds(10**9)
+    hidden = play([Transfer("gather", 10**9, 1, "a"), work, Await(1)], where, rates)
+    assert hidden.exposed == 0 and hidden.seconds == pytest.approx(1.0)
+    bare = play([Transfer("gather", 10**9, 1, "a"), Await(1), work], where, rates)
+    assert bare.exposed == pytest.approx(transfer) and bare.seconds == pytest.approx(1 + transfer)
+
+
+def test_estimators_of_deepspeeds_signatures(capsys: pytest.CaptureFixture[str]) -> None:
+    """Within 5 % of the state that the engine's own ledger counts, for a model large enough that buckets do not rule."""
+    _, two = estimate_zero2_model_states_mem_needs(10**9, num_gpus_per_node=8, cpu_offload=False)
+    assert two == 4 * 10**9
+    _, three, largest = estimate_zero3_model_states_mem_needs(10**9, 10**7, num_gpus_per_node=8, cpu_offload=False)
+    assert three == 2 * 10**9 + largest
+    estimate_zero3_model_states_mem_needs_all_live(nn.Linear(100, 100), 8, 1)
+    assert "GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [0, 20_000])
+def test_worlds_out_of_range(size: int) -> None:
+    with pytest.raises(PlanError, match="16384"), virtual_world(size):
+        pass
