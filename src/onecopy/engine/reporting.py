@@ -54,7 +54,9 @@ class Reporter:
             self.say(memory_line(self.memory(engine)))
 
     def saw_loss(self, loss: torch.Tensor) -> None:
-        self._loss = loss.detach()
+        """Keep the loss if a line or an event will show it; else no byte is held over to the next step."""
+        if self.config.steps_per_print or self.monitor.enabled:
+            self._loss = loss.detach()
 
     def skipped(self, step: int, scaler: LossScaler | None) -> None:
         """A step found a gradient that is not finite and changed nothing."""
