@@ -21,7 +21,7 @@ from onecopy.errors import CheckpointError
 NAME = "manifest.json"
 FORMAT = "onecopy checkpoint"
 VERSION = 1
-_BLOCK = 8 << 20  # bytes read at a time
+_BLOCK = 1 << 20  # bytes read at a time: few enough to stay in the processor's cache for the checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,17 +240,18 @@ def _problems_of(
 ) -> list[str]:
     writer = f"written by rank {entry.rank}" + (f" on {entry.host}" if entry.host else "")
     try:
+        buffer = memoryview(bytearray(_BLOCK))
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size != entry.nbytes:
                 return [f"{path.name} ({writer}) has {size} bytes and should have {entry.nbytes}"]
             found, frame, position = [], 0, 0
             for chunk, key, nbytes in sorted(chunks, key=lambda each: each[0].position):
-                frame = _checksum(file, chunk.position - position, frame, progress)
-                if _checksum(file, nbytes, 0, progress) != chunk.crc32:
+                frame = _checksum(file, chunk.position - position, frame, progress, buffer)
+                if _checksum(file, nbytes, 0, progress, buffer) != chunk.crc32:
                     found.append(f"{path.name} ({writer}) is damaged in {key}: checksums differ")
                 position = chunk.position + nbytes
-            if _checksum(file, entry.nbytes - position, frame, progress) != entry.crc32:
+            if _checksum(file, entry.nbytes - position, frame, progress, buffer) != entry.crc32:
                 found.append(f"{path.name} ({writer}) is damaged: checksums differ")
             return found
     except FileNotFoundError:
@@ -259,8 +260,7 @@ def _problems_of(
         return [f"{path.name} ({writer}) cannot be read: {error.strerror or error}"]
 
 
-def _checksum(file: Any, nbytes: int, checksum: int, progress: Callable[[int], None] | None) -> int:
-    buffer = memoryview(bytearray(min(nbytes, _BLOCK)))
+def _checksum(file: Any, nbytes: int, checksum: int, progress: Callable[[int], None] | None, buffer: memoryview) -> int:
     while nbytes:
         count = file.readinto(buffer[: min(nbytes, _BLOCK)])
         if not count:
