@@ -128,13 +128,13 @@ def _checkpointed(forward: Callable[..., Any], checkpoint: Any, options: dict[st
 Segment = tuple[str, str, str]  # (phase, stretch, "first" or "last" block or "")
 Profile = list[
     tuple[Segment, int]
-]  # at every birth of the window: where it was, and the bytes alive beyond the resting state
+]  # at every birth of the window: where it was, and the bytes alive beyond the state before it
 
 
 def profile_of(run: Rehearsal) -> Profile:
     """The last window, birth by birth."""
     window, ledger = run.windows[-1], run.ledger
-    beyond = sum(ledger.by_category(window.start).values()) - sum(run.resting.values())
+    beyond = ledger.by_category(window.start)["batch"]
     blocks: dict[str, int] = {}
     profile: Profile = []
     for event in ledger.events[window.start : window.stop]:
@@ -270,8 +270,9 @@ class Estimator:
         """Bytes the ledger would show at the peak."""
         if self.subject.shrink is None:
             return exact(self.subject, setting, self.world_size, self.sequence, self.base).peak
-        resting = sum(self.resting(setting).resting.values())
-        return resting + self.shallow(setting).extra_bytes(self.subject.layers, setting.micro_batch)
+        state = self.resting(setting).resting
+        extra = self.shallow(setting).extra_bytes(self.subject.layers, setting.micro_batch)
+        return sum(state.values()) - state["batch"] + extra
 
     def played(self, setting: Setting, machine: Machine, rates: Rates) -> Played:
         """The time of one optimizer step."""
