@@ -133,11 +133,10 @@ class Engine(nn.Module, Answers, Persistence):
 
     def _drop_untrained_gradients(self, group_of: dict[int, int]) -> None:
         """Parameters in no optimizer group, and those without elements, keep no gradient: nothing would read it."""
-        parameters = self.module.parameters()
-        self._untrained = [p for p in parameters if p.requires_grad and (id(p) not in group_of or p.numel() == 0)]
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        untrained = [p for p in parameters if id(p) not in group_of or p.numel() == 0]
+        self._untrained = [p.register_post_accumulate_grad_hook(_forget_gradient) for p in untrained]
         self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
-        for parameter in self._untrained:
-            parameter.register_post_accumulate_grad_hook(_forget_gradient)
 
     def _reduce_order(self) -> list[FlatBuffer]:
         """Trained flat buffers in the canonical order: blocks from the last to the first, then what the root owns."""
@@ -413,10 +412,24 @@ class Engine(nn.Module, Answers, Persistence):
         self.gradients.reset(keep_memory=False)
         self.runtime.begin_window()
         self.runtime.detach()
-        for slot in self.runtime.slots.slots:
-            slot.drain()
+        self._free()
         self.reporter.close()
         self.communicator.close()
+
+    def _free(self) -> None:
+        """Let go of all training state; whole weights stay the model's, sharded ones are gone."""
+        for handle in self._untrained:
+            handle.remove()
+        self.runtime.slots.free()
+        self.gradients.free()
+        if self.optimizer is not None:
+            self.masters.runs.clear()
+            self.optimizer.state.clear()
+            for group in self.optimizer.param_groups:
+                group["params"] = []
+        for unit in self.units:
+            for flat in unit.buffers:
+                flat.free()
 
 
 def _forget_gradient(parameter: torch.Tensor) -> None:

@@ -168,6 +168,13 @@ class FlatBuffer:
         if self.whole is not None:
             self._whole_views[index].view(-1).copy_(flat_values)
 
+    def free(self) -> None:
+        """Let go of masters and shards; whole weights stay the parameters' own, and forget this buffer."""
+        self.master = self.shard = None
+        if not self.place.sharded:
+            for parameter in self.parameters:
+                del parameter._onecopy  # type: ignore[attr-defined]
+
     def fill_own(self, flat: torch.Tensor) -> None:
         """Cast this rank's weights into its part of a whole buffer [n] of the compute dtype."""
         source = self.shard if self.master is None else self.owned(self.master)

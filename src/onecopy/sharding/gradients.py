@@ -215,6 +215,11 @@ class Gradients:
         self.rounds = 0
         self.unreduced = False
 
+    def free(self) -> None:
+        """Give all memory back; no further gradient may come."""
+        self.reset(keep_memory=False)
+        self._slots.clear()
+
     def any_missing(self) -> bool:
         """Whether this rank had no gradient for some parameter in this window."""
         return any(not all(gradient.used) for gradient in self.all)

@@ -84,7 +84,7 @@ _METADATA = {
         "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "ndim", "grad_fn", "is_sparse", "is_cuda",
         "is_meta", "is_cpu", "is_quantized", "names", "itemsize", "_version", "is_nested", "is_mkldnn", "is_xpu", "is_mps",
         "_backward_hooks",
-        "retains_grad", "output_nr", "is_complex", "is_sparse_csr",
+        "retains_grad", "output_nr", "is_complex", "is_sparse_csr", "_post_accumulate_grad_hooks",
     ) if hasattr(getattr(_T, name, None), "__get__")),
     *(getattr(_T, name).__set__ for name in ("requires_grad", "grad")),
     *(getattr(_T, name) for name in (

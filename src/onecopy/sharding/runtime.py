@@ -145,6 +145,12 @@ class Runtime:
     def attached(self) -> bool:
         return bool(self._handles)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Runtime":
+        raise ModelError(
+            "a model that belongs to an engine cannot be copied: its weights and hooks are the engine's; copy the model before "
+            "onecopy.initialize, or make a new one and load the engine's weights (engine.module_state_dict()) into it"
+        )
+
     def detach(self) -> None:
         """Take every hook off. Not collective."""
         for handle in self._handles:
@@ -305,6 +311,11 @@ class Runtime:
 
     def _released_message(self, home: ParameterHome, func: Callable[..., Any]) -> str:
         name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
+        if not self.attached:
+            return (
+                f"parameter '{home.name}' was sharded by an engine that has been destroyed, and `{name}` reads it; save or gather "
+                "the weights before engine.destroy()"
+            )
         return (
             f"parameter '{home.name}' is sharded over {self.communicator.world_size} ranks and `{name}` read it "
             "outside any forward of the model; "

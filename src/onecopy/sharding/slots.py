@@ -122,6 +122,13 @@ class SlotPool:
         self.storages.add(slot.memory.untyped_storage()._cdata)  # not data_ptr: it is 0 without real memory
         return slot
 
+    def free(self) -> None:
+        """Give the memory back; the slots cannot be used again."""
+        for slot in self.slots:
+            slot.drain()
+            slot.memory = slot.memory.new_empty(0)
+            slot._views.clear()
+
     def shared(self, unit: "Unit") -> bool:
         """Whether other units borrow `unit`'s slots, so that its weights are gone when theirs are here."""
         members = sum(1 for slots in self._class_of.values() if slots is self._class_of.get(unit))
