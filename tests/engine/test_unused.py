@@ -1,0 +1,111 @@
+"""Ranks that use different parameters: experts without tokens, branches by rank, and parameters nobody uses.
+
+The note "canonical order" of `sharding/gradients.py`: these hang if a rank may leave a buffer's reduction out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onecopy
+from tests.reference import check_loop, configuration, full_masters
+from tests.worlds import World
+
+WIDTH = 6
+
+
+class Experts(nn.Module):
+    """Four experts, of which a rank uses one by a rule; `kind` is where they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        for place, expert in enumerate(self.experts):
+            if place not in chosen:
+                continue  # no tokens here
+            x = x + torch.tanh(expert(x))
+        return x
+
+
+class Net(nn.Module):
+    """Experts inside the blocks of a stack, or (`bare`) directly at the root; one layer is never used."""
+
+    def __init__(self, bare: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = Experts() if bare else nn.ModuleList(Experts() for _ in range(2))
+        self.never = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        x = self.first(x)
+        for block in [self.blocks] if isinstance(self.blocks, Experts) else self.blocks:
+            x = block(x, chosen)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def routed(model: Any, number: int, rank: int) -> Any:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
+    chosen = [(number + rank) % 4] if number % 3 else []  # every third micro-batch uses no expert at all
+    yield model(x, chosen).square().mean()
+
+
+def inside_blocks() -> nn.Module:
+    return Net()
+
+
+def bare() -> nn.Module:
+    return Net(bare=True)
+
+
+def check(stages: tuple[int, ...], build: Any, micros: int, **more: Any) -> None:
+    for stage in stages:
+        for overlap in (True, False):
+            zero = {"overlap_comm": overlap, "reduce_bucket_size": 40, **more.get("zero", {})}
+            check_loop(build, routed, stage, steps=4, micros=micros, **{**more, "zero": zero})
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("micros", [1, 3])
+def test_experts_without_tokens_on_some_ranks(world: Any, size: int, micros: int) -> None:
+    """Missing gradients are zeros in the fixed order; an expert that nobody used in the window is left alone."""
+    world(size).run(check, (0, 1, 2, 3), inside_blocks, micros)
+
+
+def test_bare_experts_as_one_leaf(world2: World) -> None:
+    """Experts at the root of the model: `leaf_module` makes them one unit, so that stage 3 gathers them together."""
+    world2.run(check, (2,), bare, 1)
+    world2.run(check, (3,), bare, 1, zero={"leaf_module": {"classes": ["Experts"]}})
+
+
+def untouched(stage: int) -> None:
+    """What never has a gradient keeps weight, moments and step count, decay included."""
+    model = Net()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    config = configuration(stage, optimizer={"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}})
+    engine, _, _, _ = onecopy.initialize(model=model, config=config)
+    for number in range(3):
+        engine.backward(next(routed(engine, 3 * number, engine.global_rank)))
+        engine.step()
+    after = full_masters(engine)
+    for name, weight in before.items():
+        used = name.startswith(("first", "last"))
+        assert torch.equal(after[name], weight) is not used, name
+    states = engine.masters.optimizer.state
+    for run in engine.masters.runs:
+        names = [n for n, r in zip(run.flat.names, run.flat.layout.ranges, strict=True) if r.overlap(run.start, run.stop)]
+        if names and not any(name.startswith(("first", "last")) for name in names):
+            assert not states.get(run.master), names
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_never_used_parameters_are_left_alone(world2: World, stage: int) -> None:
+    world2.run(untouched, stage)
