@@ -35,7 +35,10 @@ def start(what: str) -> None:
         "no model": lambda: {"config": config},
         "not a model": lambda: {"model": model.state_dict(), "config": config},
         "wrong type": lambda: {"model": model, "config": {**config, "gradient_clipping": "one"}},
-        "unknown zero key": lambda: {"model": model, "config": {**config, "zero_optimization": {"stage": 3, "stge": 1}}},
+        "unknown zero key": lambda: {
+            "model": model,
+            "config": {**config, "zero_optimization": {"stage": 3, "stge": 1}},
+        },
         "batch sizes": lambda: {
             "model": model,
             "config": {
@@ -49,7 +52,10 @@ def start(what: str) -> None:
             "model": model,
             "config": {**config, "zero_optimization": {"stage": 2, "reduce_bucket_size": -1}},
         },
-        "both precisions": lambda: {"model": model, "config": {**config, "fp16": {"enabled": True}, "bf16": {"enabled": True}}},
+        "both precisions": lambda: {
+            "model": model,
+            "config": {**config, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        },
         "empty parameters": lambda: {"model": model, "config": config, "model_parameters": []},
         "all frozen": lambda: {"model": model.requires_grad_(False), "config": config},
         "foreign optimizer": lambda: {
@@ -58,7 +64,10 @@ def start(what: str) -> None:
             "optimizer": torch.optim.AdamW(net().parameters()),
         },
         "foreign parameters": lambda: {"model": model, "config": config, "model_parameters": net().parameters()},
-        "unknown optimizer": lambda: {"model": model, "config": {**config, "optimizer": {"type": "AdamX", "params": {}}}},
+        "unknown optimizer": lambda: {
+            "model": model,
+            "config": {**config, "optimizer": {"type": "AdamX", "params": {}}},
+        },
         "unknown schedule": lambda: {
             "model": model,
             "config": {**config, "scheduler": {"type": "WarmupR", "params": {}}},

@@ -37,7 +37,11 @@ def block_elements(size: int) -> int:
 
 def train(stage: int, micros: int, low: bool, steps: int = 3, **more: Any) -> dict[str, Any]:
     config = configuration(
-        stage, gradient_accumulation_steps=micros, bf16={"enabled": low}, optimizer={"type": "AdamW", "params": {}}, **more
+        stage,
+        gradient_accumulation_steps=micros,
+        bf16={"enabled": low},
+        optimizer={"type": "AdamW", "params": {}},
+        **more,
     )
     engine, _, _, _ = onecopy.initialize(model=Net(), config=config)
     at_start = engine.memory()
@@ -144,7 +148,9 @@ def test_no_more_whole_weights_than_slots(world2: World) -> None:
 
 def persistent(threshold: int) -> list[str]:
     """What stays whole at stage 3."""
-    config = configuration(3, zero={"stage3_param_persistence_threshold": threshold, "stage3_model_persistence_threshold": 10**9})
+    config = configuration(
+        3, zero={"stage3_param_persistence_threshold": threshold, "stage3_model_persistence_threshold": 10**9}
+    )
     engine, _, _, _ = onecopy.initialize(model=Net(), config=config)
     whole = [name for unit in engine.units for flat in unit.whole for name in flat.names]
     marked = [name for name, p in engine.module.named_parameters() if p.ds_persist]

@@ -100,7 +100,9 @@ def untouched(stage: int) -> None:
         assert torch.equal(after[name], weight) is not used, name
     states = engine.masters.optimizer.state
     for run in engine.masters.runs:
-        names = [n for n, r in zip(run.flat.names, run.flat.layout.ranges, strict=True) if r.overlap(run.start, run.stop)]
+        names = [
+            n for n, r in zip(run.flat.names, run.flat.layout.ranges, strict=True) if r.overlap(run.start, run.stop)
+        ]
         if names and not any(name.startswith(("first", "last")) for name in names):
             assert not states.get(run.master), names
     engine.destroy()

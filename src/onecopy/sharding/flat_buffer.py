@@ -122,6 +122,11 @@ class FlatBuffer:
     def bind_whole(self) -> None:
         self.bind(self._whole_views)
 
+    def guard(self) -> None:
+        """Let every read of the parameters go through their runtime."""
+        for parameter in self.parameters:
+            guard(parameter)
+
     def unbind(self, placeholder: torch.Tensor) -> None:
         """Let the parameters be empty and guarded: a stale read would silently see another unit's weights."""
         for parameter in self.parameters:

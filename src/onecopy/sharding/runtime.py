@@ -233,8 +233,8 @@ class Runtime:
         if in_backward():
             return self._after_recomputing(module, output)
         call = self._stack.pop()
-        for _, slot in call.leases:
-            slot.pins -= 1
+        for unit, slot in call.leases:
+            self._let_go(unit, slot)
         assert call.unit is not None
         if self.limits.reuse_elements < self.total_elements and call.unit.slot is not None and call.unit.slot.pins == 0:
             distance = self.order.distance_to_next_use(call.unit)
@@ -358,23 +358,23 @@ class Runtime:
                 self.order.use(unit, backward=True)
             if torch.is_grad_enabled() and any(self.slots.shared(used) for used, _ in call.leases):
                 raise ModelError(self._double_backward_message())
-            self._use_in_backward([(used, slot) for used, slot in call.leases])
+            self._use_in_backward([(used, slot) for used, slot in call.leases], unit)
         return self.scale_outputs(grad) if call.of_model and self.scale_outputs is not None else None
 
-    def _use_in_backward(self, leases: Iterable[tuple[Unit, Slot | None]]) -> None:
-        """Pin what the call under way needs and unpin what the calls after it needed."""
+    def _use_in_backward(self, leases: Iterable[tuple[Unit, Slot | None]], own: Unit | None = None) -> None:
+        """Pin what the call under way (of the unit `own`) needs and unpin what the calls after it needed."""
         wanted = list(leases)
         pinned = dict(self._current)
         if wanted and all(unit in pinned and slot in (None, pinned[unit]) for unit, slot in wanted):
             return
-        for _, left in self._current:
-            left.pins -= 1
+        for left, slot_left in self._current:
+            self._let_go(left, slot_left)
         self._current = []
         for unit, slot in wanted:
             unit.finish_refresh()
             if not unit.sharded:
                 continue
-            if not unit.needs_weights_in_backward and unit.slot is None and slot is not None:
+            if unit is own and not unit.needs_weights_in_backward and unit.slot is None:
                 unit.bind_shapes()
                 continue
             held = self._ensure(unit, slot)
@@ -407,9 +407,16 @@ class Runtime:
         self.on_backward_end()
 
     # ----------------------------------------------------------------------------------------------------------- tidying
+    @staticmethod
+    def _let_go(unit: Unit, slot: Slot) -> None:
+        """A use of `unit` is over. Its weights may stay, but who reads them from now on is seen, and pins them again."""
+        slot.pins -= 1
+        if slot.pins == 0 and slot.owner is unit:
+            unit.guard()
+
     def _unpin(self) -> None:
-        for _, slot in self._current:
-            slot.pins -= 1
+        for unit, slot in self._current:
+            self._let_go(unit, slot)
         self._current = []
         for unit in self.units:
             if unit.slot is None and unit.sharded:
@@ -418,8 +425,8 @@ class Runtime:
             self._release_held()
 
     def _release_held(self) -> None:
-        for _, slot in self._held:
-            slot.pins -= 1
+        for unit, slot in self._held:
+            self._let_go(unit, slot)
         self._held = []
 
     def release_all(self) -> None:

@@ -73,6 +73,11 @@ class Unit:
             flat.bind(self.slot.region(flat, offset)[1])
         self._set_status(ZeroParamStatus.AVAILABLE)
 
+    def guard(self) -> None:
+        """Let reads of the parameters be seen, although their weights are still here."""
+        for flat in self.sharded:
+            flat.guard()
+
     def bind_shapes(self) -> None:
         """Give the parameters their shapes without their weights, for gradients that do not read them.
 
