@@ -53,6 +53,7 @@ class FlatGradient:
         written: which parameters' ranges of `pending` hold gradients.
         arrived: which parameters have had a gradient in the backward under way; `missing` counts the others.
         shard: the fp32 sums so far, [n/N] (or [n] where the optimizer's place is whole).
+        left: its gradients have been sent for reduction in this window; `reduced`: a sum of them has arrived.
         used: which parameters have had a gradient on this rank in this window.
     """
 
@@ -67,6 +68,7 @@ class FlatGradient:
     arrived: list[bool] = field(default_factory=list)
     missing: int = 0
     shard: torch.Tensor | None = None
+    left: bool = False
     reduced: bool = False
     used: list[bool] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)
@@ -206,7 +208,7 @@ class Gradients:
             if gradient.slot is not None:
                 gradient.slot.busy = False
             gradient.slot, gradient.pending = None, None
-            gradient.reduced = False
+            gradient.left = gradient.reduced = False
             gradient.written = [False] * len(gradient.written)
             gradient.used = [False] * len(gradient.used)
             if not keep_memory:
@@ -247,7 +249,7 @@ class Gradients:
             if gradient.shard is None:
                 gradient.shard = self._new_sum(gradient)
             gradient.whole = gradient.shard
-        elif gradient.whole is None or gradient.reduced:  # a sum of this window lies in the old one
+        elif gradient.whole is None or gradient.left:  # a sum of this window lies in the old one, or soon will
             gradient.whole_views = []
             gradient.whole = torch.empty(
                 gradient.flat.numel, dtype=self._sum_dtype(gradient), device=self.communicator.device
@@ -270,6 +272,9 @@ class Gradients:
         if gradient.slot is None:
             assert gradient.pending is not None
             wire.copy_(gradient.pending)
+        if gradient.whole is not None and gradient.shard is None:
+            gradient.shard = self._new_sum(gradient)  # now, while `whole` is the buffer that has just left
+        gradient.left = True
         flat = gradient.flat
         pending = self.communicator.start_reduce(
             wire, slot.scratch_for(flat, gradient.wire_dtype), flat.key, flat.label
