@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +324,29 @@ def test_two_jobs_in_one_folder(world2, tmp_path: Path) -> None:
     paths = folders.tags(tmp_path)
     assert sorted(paths) == ["s0", "s1", "s2"]
     assert all(Manifest.read(path).problems(path) == [] for path in paths.values())
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_new_tag_put_in_place_twice_at_once(
+    tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither save finds the tag, both put theirs in place: one of the two is there, whole, and no save has failed."""
+    if not can_exchange:  # a system that cannot swap two folders in one step
+        monkeypatch.setattr(folders, "_exchange", lambda first, second: False)
+    for number in range(100):
+        final, together = tmp_path / f"tag{number}", threading.Barrier(2)
+
+        def save(name: str, final: Path = final, together: threading.Barrier = together) -> None:
+            temporary = tmp_path / folders.temporary_name(name)
+            temporary.mkdir()
+            (temporary / "whose").write_text(name)
+            together.wait()
+            folders.put_in_place(temporary, final)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(save, ("a", "b")))
+        assert (final / "whose").read_text() in ("a", "b")
+    assert sorted(os.listdir(tmp_path)) == sorted(f"tag{number}" for number in range(100))
 
 
 def on_two_nodes(directory: str, local: bool, tag: Any = None) -> Any:

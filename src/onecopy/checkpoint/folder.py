@@ -9,6 +9,7 @@ FOLDER/.replaced-TAG-XXXX/          the previous content of a tag that was saved
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import secrets
 import shutil
@@ -135,20 +136,32 @@ def make_folder(path: Path) -> None:
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
-    """Rename a finished checkpoint to its tag; an older one of the same tag gives way in the same moment."""
+    """Rename a finished checkpoint to its tag; an older one of the same tag gives way in the same moment.
+
+    Another job may put its own in place, or retire one, at any moment in between: so what is there is not looked at
+    first, it is met.
+    """
     sync_folder(temporary)
-    if final.exists():
-        if final.is_dir() and _exchange(temporary, final):
-            aside = temporary
-        else:
-            aside = final.with_name(f"{_REPLACED}{final.name}-{secrets.token_hex(4)}")
-            final.rename(aside)
+    aside: list[Path] = []
+    while True:
+        try:
             temporary.rename(final)
-        sync_folder(final.parent)
-        delete(aside)
-    else:
-        temporary.rename(final)
-        sync_folder(final.parent)
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+        if final.is_dir() and _exchange(temporary, final):
+            aside.append(temporary)
+            break
+        old = final.with_name(f"{_REPLACED}{final.name}-{secrets.token_hex(4)}")
+        try:
+            final.rename(old)
+            aside.append(old)
+        except FileNotFoundError:
+            pass
+    sync_folder(final.parent)
+    for old in aside:
+        delete(old)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -187,7 +200,10 @@ def delete(path: Path) -> None:
     hidden = path
     if not path.name.startswith((_SAVING, _DELETING)):
         hidden = path.with_name(f"{_DELETING}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
-        path.rename(hidden)
+        try:
+            path.rename(hidden)
+        except FileNotFoundError:  # another job has deleted it meanwhile
+            return
     shutil.rmtree(hidden, ignore_errors=True)
 
 
