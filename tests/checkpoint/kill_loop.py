@@ -20,16 +20,15 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).paren
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from onecopy.errors import CommunicationError  # noqa: E402
 from tests.checkpoint import small  # noqa: E402
 
 
 def rank_main(rank: int, port: int, folder: Path, reference: list[float] | None, ready: int, limit: int) -> list[float]:
     """Train from the newest checkpoint on; with a reference, compare. Returns the losses."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    engine = small.make_engine(3, checkpoint={"keep_last": 2}, onecopy={"timeout_seconds": 60})
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    engine = small.make_engine(3, checkpoint={"keep_last": 2}, onecopy={"timeout_seconds": 20})
     losses: list[float] = []
     if reference is not None:
         engine.load_checkpoint(folder)
@@ -63,8 +62,8 @@ def fork_ranks(folder: Path, reference: list[float] | None, limit: int) -> tuple
                 print(f"WRONG: {error}", flush=True)
                 os._exit(3)
             except BaseException as error:
-                print(f"rank {rank}: {type(error).__name__}: {str(error)[:80]} ... {str(error)[-200:]}", flush=True)
-                os._exit(2 if isinstance(error, CommunicationError | dist.DistError) else 1)
+                print(f"rank {rank}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                os._exit(1)
         children.append(child)
     os.close(writing)
     return children, reading
@@ -78,21 +77,12 @@ def main() -> int:
     os.close(reading)
     reference = torch.load(folder / "reference.pt")
     run = folder / "run"
-    number, lost = 0, 0
-    while number < rounds:
+    for number in range(rounds):
         children, reading = fork_ranks(run, reference, 3 * rounds)
-        loaded = [os.read(reading, 1) == b"x" for _ in range(2)]
-        if not all(
-            loaded
-        ):  # the ranks did not find each other: no matter of checkpoints, unless it happens again and again
-            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-            os.close(reading)
-            lost += 1
-            if set(codes) != {2} or lost > 3:
+        for _ in range(2):
+            if os.read(reading, 1) != b"x":
                 print(f"WRONG: round {number}: a rank did not load")
                 return 3
-            continue
-        number += 1
         os.close(reading)
         time.sleep(draw.uniform(0.0, 0.3))
         only_one = draw.random() < 0.3
