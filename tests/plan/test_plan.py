@@ -123,9 +123,11 @@ def test_lanes_overlap_and_waits_are_exposed() -> None:
 
 
 def test_estimators_of_deepspeeds_signatures(capsys: pytest.CaptureFixture[str]) -> None:
-    """Within 5 % of the state that the engine's own ledger counts, for a model large enough that buckets do not rule."""
+    """16 bytes a parameter are shared by the ranks; offload counts the ranks of all nodes, as DeepSpeed's formula does."""
     _, two = estimate_zero2_model_states_mem_needs(10**9, num_gpus_per_node=8, cpu_offload=False)
     assert two == 4 * 10**9
+    host, _ = estimate_zero2_model_states_mem_needs(10**9, num_gpus_per_node=8, num_nodes=2)
+    assert host == 96 * 10**9
     _, three, largest = estimate_zero3_model_states_mem_needs(10**9, 10**7, num_gpus_per_node=8, cpu_offload=False)
     assert three == 2 * 10**9 + largest
     estimate_zero3_model_states_mem_needs_all_live(nn.Linear(100, 100), 8, 1)

@@ -86,7 +86,7 @@ def restore_states(engine: Engine, reader: RangeReader) -> None:
     for flat in flat_buffers(engine):
         kinds = {repr(sorted(numbers.get(name, {}).items())) for name in flat.names if name in here}
         if flat.trainable and len(kinds) > 1:
-            engine.masters._separate(set(flat.names))
+            engine.masters.separate(set(flat.names))
     for run in engine.masters.runs:
         state = _state_of(run, keys, numbers, reader)
         if state:

@@ -52,9 +52,6 @@ class Answers(ConfigGetters):
         read = self.communicator.read(self._outcome.norm.view(1))
         return None if read is None else (read[0] if read[0] == read[0] else float("inf"))
 
-    def loss_scale(self) -> float:
-        return self.scaler.scale if self.scaler is not None else 1.0
-
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
 

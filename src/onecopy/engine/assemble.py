@@ -9,7 +9,7 @@ from torch import nn
 
 from onecopy.comm import Communicator
 from onecopy.config import Config
-from onecopy.errors import ConfigError, ModelError
+from onecopy.errors import ModelError
 from onecopy.layout import Placement
 from onecopy.observe.log import note
 from onecopy.optim.registry import build_optimizer, refuse_reason
@@ -39,7 +39,7 @@ def choose_optimizer(
         ConfigError: the configured type or its parameters are unknown.
     """
     given = list(model_parameters) if model_parameters is not None else None
-    if isinstance(given, list) and optimizer is None and config.optimizer is None and not given:
+    if given == [] and optimizer is None and config.optimizer is None:
         raise ModelError(
             "model_parameters is empty: give the parameters to train, or leave it out to train all that require gradients"
         )
@@ -176,17 +176,9 @@ def make_slots(units: Sequence[Unit], config: Config, communicator: Communicator
     per_class = config.onecopy.slots
     if largest:
         per_class = max(1, min(per_class, config.zero.max_live_parameters // largest))
-    if config.zero.prefetch_bucket_size == 0 or not overlaps(config):
-        per_class = max(1, per_class)
     return SlotPool([unit for unit in units if unit.sharded], per_class, communicator)
 
 
 def overlaps(config: Config) -> bool:
     """Unset means yes: waiting at once is only asked for to find a fault."""
     return config.zero.overlap_comm is not False
-
-
-def check_supported(config: Config) -> None:
-    """Refuse what the engine has no way to honour."""
-    if config.gradient_allreduce_op == "sum" and config.zero.stage == 3:
-        raise ConfigError("gradient_allreduce_op is 'sum' with zero_optimization.stage 3; use 'mean', or stage 2")

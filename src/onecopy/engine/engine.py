@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from onecopy.engine.answers import Answers
 from onecopy.engine.attributes import mark_parameters
 from onecopy.engine.persistence import Persistence
 from onecopy.engine.reporting import Reporter
+from onecopy.engine.scaling import ScaledGradients
 from onecopy.errors import ModelError
 from onecopy.layout import placement_for_stage
 from onecopy.observe.log import log_once
@@ -29,7 +30,7 @@ from onecopy.optim.wrapper import ShardedOptimizer
 from onecopy.sharding import FlatBuffer, Gradients, Limits, Runtime
 
 
-class Engine(nn.Module, Answers, Persistence):
+class Engine(nn.Module, Answers, ScaledGradients, Persistence):
     """A model whose training state is sharded over the ranks of a communicator.
 
     `engine(batch)`, `engine.backward(loss)` and `engine.step()` are collective: every rank calls them in the same order.
@@ -58,12 +59,11 @@ class Engine(nn.Module, Answers, Persistence):
         self.communicator = communicator
         self.device = communicator.device
         self.placement = placement_for_stage(config.zero.stage, communicator.world_size)
-        assemble.check_supported(config)
         self.timers = timers_for(config.wall_clock_breakdown, self.device)
         self.reporter = Reporter(config, communicator)
         self.window = AccumulationWindow(config.gradient_accumulation_steps, config.managed_gradient_accumulation)
         self.scaler = LossScaler.from_config(config.fp16) if config.fp16.enabled else None
-        Engine._scales_exist |= self.scaler is not None
+        ScaledGradients._scales_exist |= self.scaler is not None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = 0
@@ -80,13 +80,15 @@ class Engine(nn.Module, Answers, Persistence):
 
     # ---------------------------------------------------------------------------------------------------------- building
     def _build(self, optimizer: Any, model_parameters: Any) -> None:
+        # First of all: a rank whose model differs would fail alone further down, and leave the others waiting.
+        changed = agree_on_model(self.module, self.communicator)
         trained = assemble.choose_optimizer(self.module, self.configuration, optimizer, model_parameters)
         assemble.check_free(self.module, trained.group_of)
         for parameter in self.module.parameters():
             parameter.grad = None  # of a backward before this engine: no step of its own would ever clear it
         for tensor in self.module.buffers():
             tensor.data = tensor.data.to(self.device)
-        if agree_on_model(self.module, self.communicator):
+        if changed:
             self.reporter.say("ranks started with different weights; rank 0's were sent to all of them")
         inner = trained.optimizer
         states = take_states(inner, self.module) if inner is not None else {}
@@ -150,7 +152,7 @@ class Engine(nn.Module, Answers, Persistence):
         with self.timers.phase("forward"), self._autocast(), self.reporter.forward(self):
             if self.configuration.fp16.enabled and self.configuration.fp16.auto_cast:
                 args, kwargs = _half((args, kwargs))
-            if Engine._scales_exist and torch.is_grad_enabled():
+            if ScaledGradients._scales_exist and torch.is_grad_enabled():
                 args, kwargs = torch.utils._pytree.tree_map(self._hook_input, (args, kwargs))
             return self.module(*args, **kwargs)
 
@@ -182,46 +184,16 @@ class Engine(nn.Module, Answers, Persistence):
             )
         if not scale_wrt_gas:
             self._divided_by_caller = True
-        before, Engine._scale_of_loss = Engine._scale_of_loss, self.loss_scale()
+        before, ScaledGradients._scale_of_loss = ScaledGradients._scale_of_loss, self.loss_scale()
         try:
             with self.timers.phase("backward"):
                 self.scale(loss, mark=False).backward(retain_graph=retain_graph, **kwargs)
         finally:
-            Engine._scale_of_loss = before
+            ScaledGradients._scale_of_loss = before
             self._loss_is_scaled = False
         steps = self.window.steps
         self.reporter.saw_loss(loss)
         return loss / steps if scale_wrt_gas and steps > 1 else loss
-
-    def scale(self, loss: torch.Tensor, mark: bool = True) -> torch.Tensor:
-        """The loss times the fp16 loss scale, for code that calls `.backward()` itself."""
-        if mark:
-            self._loss_is_scaled = True
-        return loss if self.scaler is None else loss * self.scaler.scale
-
-    _scale_of_loss: ClassVar[float] = 1.0  # what the loss of the backward under way was multiplied by, whoever's it is
-    _scales_exist: ClassVar[bool] = False  # an fp16 engine was made in this process
-
-    def _missing_scale(self) -> float:
-        """What gradients inside this model must be multiplied by to carry its own loss scale."""
-        return 1.0 if self._loss_is_scaled else self.loss_scale() / Engine._scale_of_loss
-
-    def _scale_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A plain `loss.backward()`, or another engine's, has not scaled for this model: its outputs do."""
-        factor = self._missing_scale()
-        return None if factor == 1.0 else gradient * factor
-
-    def _unscale_input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """What leaves the model through its inputs is as it was outside: see `_scale_output_gradient`."""
-        factor = self._missing_scale()
-        return None if factor == 1.0 else gradient / factor
-
-    def _hook_input(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.requires_grad:
-            return value
-        inside = value.view_as(value)  # a hook on the tensor itself would outlive this forward
-        inside.register_hook(self._unscale_input_gradient)  # type: ignore[no-untyped-call]
-        return inside
 
     def _gradients_stay_whole(self) -> bool:
         """Whether the backward that begins now leaves its gradients unreduced on this rank."""

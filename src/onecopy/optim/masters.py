@@ -70,7 +70,7 @@ class Masters:
         """Hand every run its part of the gradient shard; runs of parameters named in `skipped` get none."""
         shards = {gradient.flat.key: gradient.shard for gradient in gradients}
         if skipped:
-            self._separate(skipped)
+            self.separate(skipped)
         for run in self.runs:
             shard = shards[run.flat.key]
             if shard is None or (skipped and self._name_of(run) in skipped):
@@ -93,7 +93,7 @@ class Masters:
         ]
         return names[0] if len(names) == 1 else None
 
-    def _separate(self, names: set[str]) -> None:
+    def separate(self, names: set[str]) -> None:
         """Make every named parameter's part a run of its own."""
         changed = False
         for flat in self.flats:
@@ -133,7 +133,7 @@ class Masters:
         for flat in self.flats:
             kinds = {name: _scalars(states.get(name)) for name in flat.names}
             if len(set(kinds.values())) > 1:
-                self._separate(set(flat.names))
+                self.separate(set(flat.names))
         for run in self.runs:
             filled: dict[str, Any] = {}
             for name, parameter in zip(run.flat.names, run.flat.layout.ranges, strict=True):

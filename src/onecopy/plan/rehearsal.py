@@ -11,7 +11,7 @@ from torch import nn
 
 import onecopy
 from onecopy.plan.ledger import Ledger
-from onecopy.plan.tape import Tape
+from onecopy.plan.tape import RecordingCollective, Tape
 from onecopy.plan.whereabouts import Whereabouts
 
 
@@ -126,6 +126,7 @@ def rehearse(
         if tape is not None:
             tape.where = ledger
             ledger.operators = tape
+            assert isinstance(engine.communicator, RecordingCollective)
             engine.communicator.tape = tape
         done = []
         for number in range(windows):

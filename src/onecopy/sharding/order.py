@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from onecopy.sharding.unit import Unit
 
-Use = "tuple[Unit, bool]"  # (unit, in backward)
-
 
 class Order:
     """One recorded sequence of uses a mode ("train", "evaluate"); it predicts for as long as reality follows it.
@@ -25,7 +23,6 @@ class Order:
         self._mode = ""
         self._current: list[tuple[Unit, bool]] = []
         self._following = False
-        self.changes = 0
 
     def begin(self, mode: str) -> None:
         """A forward starts a new pass, unless it is a further forward of the same micro-batch (no backward yet)."""
@@ -48,7 +45,6 @@ class Order:
         place = len(self._current)
         if self._following and (place >= len(expected) or expected[place] != (unit, backward)):
             self._following = False
-            self.changes += 1
         self._current.append((unit, backward))
 
     def upcoming(self) -> "Iterator[tuple[Unit, bool]]":

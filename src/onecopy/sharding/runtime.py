@@ -11,7 +11,7 @@ an earlier call says that all later calls have finished.
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch.autograd import Variable
 
 from onecopy.comm import Communicator
 from onecopy.errors import ModelError, ReleasedParameterError
+from onecopy.sharding import messages
+from onecopy.sharding.call import Call
 from onecopy.sharding.flat_buffer import FlatBuffer
 from onecopy.sharding.gradients import FlatGradient, Gradients
 from onecopy.sharding.order import Order
@@ -27,24 +29,6 @@ from onecopy.sharding.outputs import prepare_outputs
 from onecopy.sharding.parameter import ParameterHome
 from onecopy.sharding.slots import Slot, SlotPool
 from onecopy.sharding.unit import Unit
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """One forward of a unit (or of the model: `unit` None): what its backward needs back, and where.
-
-    Attributes:
-        sequence: calls are numbered in the order they began.
-        forward: the number of the model's forward it belongs to.
-        of_model: it is a forward of the whole model.
-        leases: the units it used and the slots they lay in; see the note in `slots.py`.
-    """
-
-    unit: Unit | None
-    sequence: int
-    forward: int
-    of_model: bool = False
-    leases: list[tuple[Unit, Slot]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -91,7 +75,6 @@ class Runtime:
         self.total_elements = sum(unit.numel for unit in units)
         self.defer: Callable[[], bool] = lambda: False  # whether this backward's gradients stay whole
         self.scale_outputs: Callable[[torch.Tensor], torch.Tensor | None] | None = None
-        self.on_backward_end: Callable[[], None] = lambda: None
         self.gradient_divisor: Callable[[], float] = lambda: 1.0
         self.masters: Any = None  # the room above sets it, for reading state by parameter
         self.forwards_seen: set[int] = set()
@@ -146,10 +129,7 @@ class Runtime:
         return bool(self._handles)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Runtime":
-        raise ModelError(
-            "a model that belongs to an engine cannot be copied: its weights and hooks are the engine's; copy the model before "
-            "onecopy.initialize, or make a new one and load the engine's weights (engine.module_state_dict()) into it"
-        )
+        raise ModelError(messages.copied())
 
     def detach(self) -> None:
         """Take every hook off. Not collective."""
@@ -307,28 +287,8 @@ class Runtime:
             else:
                 self._stack[-1].leases.append((unit, slot))
         else:
-            raise ReleasedParameterError(self._released_message(home, func))
-
-    def _released_message(self, home: ParameterHome, func: Callable[..., Any]) -> str:
-        name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
-        if not self.attached:
-            return (
-                f"parameter '{home.name}' was sharded by an engine that has been destroyed, and `{name}` reads it; save or gather "
-                "the weights before engine.destroy()"
-            )
-        return (
-            f"parameter '{home.name}' is sharded over {self.communicator.world_size} ranks and `{name}` read it "
-            "outside any forward of the model; "
-            "wrap the code in `with onecopy.zero.GatheredParameters([parameter]):` on every rank, or read one parameter "
-            "with `onecopy.utils.safe_get_full_fp32_param(parameter)` (both are collective)"
-        )
-
-    def _double_backward_message(self) -> str:
-        return (
-            "backward with create_graph=True differentiates through weights twice, and sharded weights that share a slot are "
-            f'gone by then; give every unit a slot with the configuration "onecopy": {{"slots": {len(self.units)}}}, '
-            "or use zero_optimization.stage 2"
-        )
+            text = messages.released(home.name, func, self.communicator.world_size)
+            raise ReleasedParameterError(text if self.attached else messages.destroyed(home.name, func))
 
     # ---------------------------------------------------------------------------------------------------------- backward
     def _enter_backward(self) -> None:
@@ -357,7 +317,7 @@ class Runtime:
             if unit is not None:
                 self.order.use(unit, backward=True)
             if torch.is_grad_enabled() and any(self.slots.shared(used) for used, _ in call.leases):
-                raise ModelError(self._double_backward_message())
+                raise ModelError(messages.double_backward(len(self.units)))
             self._use_in_backward([(used, slot) for used, slot in call.leases], unit)
         return self.scale_outputs(grad) if call.of_model and self.scale_outputs is not None else None
 
@@ -404,7 +364,6 @@ class Runtime:
             self.forwards_seen |= self._touched_forwards
         self._task = -1
         self._unpin()
-        self.on_backward_end()
 
     # ----------------------------------------------------------------------------------------------------------- tidying
     @staticmethod

@@ -183,7 +183,7 @@ class Run:
         prompt = torch.from_numpy(self.corpus.vocabulary.encode(settings.prompt).astype("int64"))[None].to(device)
         generator = torch.Generator(device=device).manual_seed(settings.seed)
         self.engine.eval()
-        tokens = self.engine.module.generate(prompt, settings.sample, settings.temperature, settings.top_k, generator)
+        tokens = self.model.generate(prompt, settings.sample, settings.temperature, settings.top_k, generator)
         self.engine.train()
         return self.corpus.vocabulary.decode(tokens[0].tolist())
 

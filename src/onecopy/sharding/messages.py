@@ -1,0 +1,42 @@
+"""What a user reads when weights are asked for that are not there: the parameter, the place and the remedy."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def released(name: str, func: Callable[..., Any], world_size: int) -> str:
+    """A sharded parameter was read outside any forward."""
+    return (
+        f"parameter '{name}' is sharded over {world_size} ranks and `{_called(func)}` read it outside any forward of the "
+        "model; wrap the code in `with onecopy.zero.GatheredParameters([parameter]):` on every rank, or read one "
+        "parameter with `onecopy.utils.safe_get_full_fp32_param(parameter)` (both are collective)"
+    )
+
+
+def destroyed(name: str, func: Callable[..., Any]) -> str:
+    """A parameter was read whose engine, and with it its weights, are gone."""
+    return (
+        f"parameter '{name}' was sharded by an engine that has been destroyed, and `{_called(func)}` reads it; save or "
+        "gather the weights before engine.destroy()"
+    )
+
+
+def double_backward(units: int) -> str:
+    """A backward that builds a graph met weights whose slot others use."""
+    return (
+        "backward with create_graph=True differentiates through weights twice, and sharded weights that share a slot are "
+        f'gone by then; give every unit a slot with the configuration "onecopy": {{"slots": {units}}}, '
+        "or use zero_optimization.stage 2"
+    )
+
+
+def copied() -> str:
+    """A model was deep-copied while an engine holds its weights."""
+    return (
+        "a model that belongs to an engine cannot be copied: its weights and hooks are the engine's; copy the model before "
+        "onecopy.initialize, or make a new one and load the engine's weights (engine.module_state_dict()) into it"
+    )
+
+
+def _called(func: Callable[..., Any]) -> str:
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
