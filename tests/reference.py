@@ -195,12 +195,12 @@ def full_masters(engine: Any) -> dict[str, torch.Tensor]:
             local = flat.master if flat.master is not None else flat.shard if flat.shard is not None else flat.whole
             whole = local.detach()
             if local.numel() != flat.numel:
-                whole = torch.cat(engine.communicator.exchange(whole.clone(), "masters"))
-            for name, view in zip(flat.names, flat.views(whole), strict=True):
+                whole = torch.cat(engine.communicator.exchange(whole.cpu(), "masters"))
+            for name, view in zip(flat.names, flat.views(whole.cpu()), strict=True):
                 found[name] = view.clone()
     for name, parameter in engine.module.named_parameters():
         if name not in found:
-            found[name] = parameter.detach().clone()
+            found[name] = parameter.detach().cpu().clone()
     return found
 
 
@@ -209,7 +209,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -244,7 +244,7 @@ def trained(case: Case, engine: Any = None) -> Run:
     rank = engine.communicator.rank
     run = Run([], [], {})
     for number, micro in windows_of(case, engine):
-        x, target = batch(case.shape, number, micro, rank)
+        x, target = (tensor.to(engine.device) for tensor in batch(case.shape, number, micro, rank))
         loss = loss_of(engine(x, micro, rank), target)
         engine.backward(loss)
         before = engine.global_steps
@@ -256,7 +256,7 @@ def trained(case: Case, engine: Any = None) -> Run:
             run.collectives.append(engine.communication()["collectives"])
             run.rates.append(engine.get_lr()[0])
         run.losses.append(mean_over_ranks(engine, loss))
-    x, target = batch(case.shape, 99, 0, 0)
+    x, target = (tensor.to(engine.device) for tensor in batch(case.shape, 99, 0, 0))
     with torch.no_grad():
         run.final_loss = float(loss_of(engine(x, 0, 0), target))
     run.weights = full_masters(engine)

@@ -14,11 +14,15 @@ from onecopy.errors import CommunicationError
 
 
 def default_device() -> torch.device:
-    """This rank's accelerator, or the CPU where there is none."""
+    """This rank's accelerator, or the CPU where there is none.
+
+    Ranks that see fewer devices than there are ranks count again from 0: a launcher that shows each rank its own device
+    alone calls it device 0 on all of them.
+    """
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.accelerator.device_count())
     return torch.device(accelerator.type if accelerator else "cpu", index)
 
 
