@@ -147,7 +147,7 @@ def main() -> None:
     for name in GPUS:
         mine = [row for row in everything if gpu_of(row) == name]
         fitted = [row for row in mine if row["model"] in CALIBRATION]
-        rates = rates_for(known_gpus()[GPUS[name]].name)
+        rates = rates_for(known_gpus()[GPUS[name]])
         if arguments.fit:
             rates = fit(fitted, replace(rates, half=rates.half or 100.0))
             print(name, rates)

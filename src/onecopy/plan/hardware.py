@@ -11,12 +11,15 @@ import difflib
 import math
 import re
 import tomllib
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from onecopy.errors import PlanError
+from onecopy.plan.curves import Point, seconds_between
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,10 @@ class Gpu:
     Attributes:
         matmul_fraction: share of the peak that the best matrix multiplication reaches.
         link: inside a node; node_network: all network cards of one node together.
-        context: bytes that the CUDA context takes before anything is allocated.
+        latency: seconds a hop (fits of nccl-tests: 5.6 us on A100 NVLink, 6.7 us over EFA).
+    context, communication: bytes outside the allocator, where they were measured.
+    gather, reduce: measured bus bandwidth, in place of the link's; rates: of the time model, in place of the calibrated.
+    measured: what else a measurement found, for people.
     """
 
     name: str
@@ -37,8 +43,13 @@ class Gpu:
     link: float
     node_network: float
     link_fraction: float = 0.8
-    latency: float = 6e-6  # seconds a hop (fits of nccl-tests: 5.6 us on A100 NVLink, 6.7 us over EFA)
-    context: float = 0.9 * 2**30
+    latency: float = 6e-6
+    context: float | None = None
+    communication: float | None = None
+    gather: tuple[Point, ...] = ()
+    reduce: tuple[Point, ...] = ()
+    rates: Mapping[str, float] | None = None
+    measured: Mapping[str, Any] | None = field(default=None, compare=False)
     source: str = ""
 
 
@@ -53,8 +64,8 @@ class Machine:
     def __str__(self) -> str:
         return f"{self.count} x {self.gpu.name}"
 
-    def transfer_seconds(self, nbytes: float) -> float:
-        """Seconds of one all-gather (or reduce-scatter) of a whole buffer of `nbytes` over all GPUs: alpha and beta.
+    def transfer_seconds(self, nbytes: float, lane: str = "gather") -> float:
+        """Seconds of one all-gather (lane "reduce": reduce-scatter) of a whole buffer of `nbytes` over all GPUs.
 
         A ring moves (N-1)/N of the buffer through every link; across nodes the node's network cards are shared by its
         GPUs, of which only the ring's two ends cross, so the slower of the link and the network decides.
@@ -62,6 +73,9 @@ class Machine:
         n = self.count
         if n == 1:
             return 0.0
+        points = self.gpu.reduce if lane == "reduce" else self.gpu.gather
+        if points and n <= self.per_node:
+            return seconds_between(points, n, nbytes)
         rate = self.gpu.link * self.gpu.link_fraction
         hops = min(n, self.per_node) - 1
         if n > self.per_node:
@@ -129,7 +143,27 @@ def machine(text: str, per_node: int = 8, file: str | Path | None = None) -> Mac
         raise PlanError(
             f"GPU '{name}' is not known; nearest: {', '.join(near) or ', '.join(gpus)}; add your own with --hardware FILE.toml"
         )
+    if count > 1 and not (found.link or found.gather):
+        raise PlanError(
+            f"GPU '{found.name}' has no link, so {count} of them cannot be planned; give link (bytes/s) in {found.source}"
+        )
+    if count > per_node and not found.node_network:
+        raise PlanError(
+            f"GPU '{found.name}' has no node_network, so {count} of them in nodes of {per_node} cannot be planned; "
+            f"give node_network (bytes/s of all network cards of one node) in {found.source}"
+        )
     return Machine(found, count, per_node)
+
+
+def known_like(device: str) -> Gpu | None:
+    """The GPU of the table that a device's own name ("NVIDIA-H100-80GB-HBM3") stands for, if it is one."""
+    words = re.split(r"[-\s]", device.lower())
+    gpus = known_gpus()
+    exact = f"{words[1]}-pcie" if len(words) > 1 and "pcie" in words else ""
+    for word in (exact, *words):
+        if word in _ALIASES:
+            return gpus[_ALIASES[word].lower()]
+    return None
 
 
 def _own_gpus(path: Path) -> dict[str, Gpu]:
@@ -147,7 +181,10 @@ def _own_gpus(path: Path) -> dict[str, Gpu]:
                     f"{path}: [{name}] has the unknown key '{key}'; nearest: {', '.join(near) or ', '.join(sorted(names))}"
                 )
         try:
-            own[name.lower()] = replace(known_gpus()["a100-sxm-80gb"], name=name, source=str(path), **table)
+            lanes = {
+                lane: tuple(tuple(point) for point in table[lane]) for lane in ("gather", "reduce") if lane in table
+            }
+            own[name.lower()] = replace(known_gpus()["a100-sxm-80gb"], name=name, source=str(path), **(table | lanes))
         except TypeError as error:
             raise PlanError(f"{path}: [{name}] {error}") from None
     return own

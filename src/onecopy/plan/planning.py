@@ -117,9 +117,12 @@ def plan(
     where = gpus if isinstance(gpus, Machine) else machine(gpus, per_node, hardware)
     length = sequence or subject.sequence or 1
     base = json.loads(Path(config).read_text(encoding="utf-8")) if isinstance(config, str | Path) else config
+    overrides = {"context": where.gpu.context, "communication": where.gpu.communication} | {
+        name: value for name, value in (overrides or {}).items() if value is not None
+    }
     setting = _setting(base, stage, micro_batch, accumulation, checkpointing, precision)
     estimator = Estimator(subject, where.count, length, base)
-    rates = rates_for(where.gpu.name)
+    rates = rates_for(where.gpu)
     stages = [judge(estimator, replace(setting, stage=one), where, rates, overrides) for one in STAGES]
     if stage is None and not (base or {}).get("zero_optimization", {}).get("stage"):
         setting = replace(
@@ -133,7 +136,7 @@ def plan(
     chosen = judge(estimator, setting, where, rates, overrides, peak=rehearsal.peak)
     answer = Plan(
         subject, where, length, rehearsal.numel, rehearsal.model_bytes, chosen, rehearsal, play(tape.events, where, rates),
-        unseen(rehearsal.peak, where.count, **(overrides or {})), stages, largest, base=base,
+        unseen(rehearsal.peak, where.count, **overrides), stages, largest, base=base,
     )  # fmt: skip
     if advise:
         answer.settings = search(estimator, where, rates, global_batch, setting.precision, overrides)

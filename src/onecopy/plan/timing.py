@@ -7,9 +7,10 @@ wait         the compute lane stands until the transfer has arrived: exposed com
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from onecopy.plan.hardware import Machine
+from onecopy.errors import PlanError
+from onecopy.plan.hardware import Gpu, Machine
 from onecopy.plan.tape import Await, Compute, Event, Transfer
 
 
@@ -41,9 +42,15 @@ CALIBRATED: dict[str, Rates] = {
 }
 
 
-def rates_for(name: str) -> Rates:
-    """The rates of a GPU by its name; those without published runs get the defaults."""
-    kind = name.split("-")[0]
+def rates_for(gpu: Gpu) -> Rates:
+    """The rates of a GPU: its own where they were measured, by its name where runs are published, else the defaults."""
+    if gpu.rates is not None:
+        try:
+            return Rates(**gpu.rates)
+        except TypeError:
+            known = ", ".join(one.name for one in fields(Rates))
+            raise PlanError(f"{gpu.source}: [{gpu.name}.rates] has {', '.join(gpu.rates)}; known are {known}") from None
+    kind = gpu.name.split("-")[0]
     return CALIBRATED.get("H100" if kind == "H200" else kind, Rates())
 
 
@@ -96,7 +103,7 @@ def play(events: list[Event], machine: Machine, rates: Rates) -> Played:
             played.compute += seconds
             now += seconds
         elif isinstance(event, Transfer):
-            seconds = machine.transfer_seconds(event.nbytes)
+            seconds = machine.transfer_seconds(event.nbytes, event.lane)
             start = max(now, free[event.lane])
             free[event.lane] = arrives[event.number] = start + seconds
             setattr(played, event.lane, getattr(played, event.lane) + seconds)
