@@ -108,3 +108,10 @@ class OneCopyConfig:
         None, Integer(1), "a chrome trace of this optimizer step is written", default_word="none"
     )
     trace_path: str = key("onecopy_trace.json", Text(empty=False), "file of that trace")
+    record: str | None = key(
+        None,
+        Text(empty=False),
+        "folder for the run's record, a line a step, which `onecopy report` reads",
+        default_word="none",
+    )
+    record_step: int = key(3, Integer(0), "the record has this step's memory storage by storage; 0 for none")

@@ -8,6 +8,7 @@ from torch import nn
 
 from onecopy.comm import Communicator
 from onecopy.config import Config
+from onecopy.engine.recording import RunRecord
 from onecopy.observe.activations import SavedActivations
 from onecopy.observe.log import SkippedSteps, note
 from onecopy.observe.monitor import monitors_from
@@ -31,6 +32,7 @@ class Reporter:
         self._loss: torch.Tensor | None = None
         self._tracer = StepTracer(config.onecopy.trace_step, config.onecopy.trace_path, communicator.rank)
         self._tracer.begin(1)
+        self._record = RunRecord(config.onecopy.record, config.onecopy.record_step, communicator.rank)
 
     def forward(self, engine: "Engine") -> AbstractContextManager[None]:
         """Around a forward: counts the first one's activations where `memory_breakdown` asks for them."""
@@ -52,6 +54,7 @@ class Reporter:
             self.say(self.config.report())
         if self.config.memory_breakdown:
             self.say(memory_line(self.memory(engine)))
+        self._record.begins(engine)
 
     def saw_loss(self, loss: torch.Tensor) -> None:
         """Keep the loss if a line or an event will show it; else no byte is held over to the next step."""
@@ -67,6 +70,7 @@ class Reporter:
         """A boundary has passed: write events, print what is due."""
         step = engine.global_steps
         self._tracer.end(step)
+        self._record.step_done(engine)
         self._tracer.begin(step + 1)
         self.progress.step_done(engine.train_batch_size())
         if self.monitor.enabled:
@@ -139,4 +143,5 @@ class Reporter:
 
     def close(self) -> None:
         self._tracer.close()
+        self._record.close()
         self.monitor.close()

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from onecopy.engine.whereabouts import block_of, repeated_blocks
 from onecopy.errors import PlanError
 from onecopy.plan.hardware import Machine
 from onecopy.plan.rehearsal import Rehearsal, Subject, rehearse
 from onecopy.plan.tape import Compute, Event, Tape
 from onecopy.plan.timing import Played, Rates, play
 from onecopy.plan.virtual import virtual_world
-from onecopy.plan.whereabouts import repeated_blocks
 
 SHALLOW = (2, 4)  # blocks
 CHECKPOINTING = ("none", "selective", "full")
@@ -143,7 +143,7 @@ def profile_of(run: Rehearsal) -> Profile:
             beyond -= entry.nbytes
             continue
         beyond += entry.nbytes
-        name = _block_name(entry.module) if entry.stretch == "block" else ""
+        name = block_of(entry.module) if entry.stretch == "block" else ""
         if name:
             blocks.setdefault(name, len(blocks))
         profile.append(((entry.phase, entry.stretch, name), beyond))
@@ -151,11 +151,6 @@ def profile_of(run: Rehearsal) -> Profile:
         name: "first" if order == 0 else "last" if order == len(blocks) - 1 else "" for name, order in blocks.items()
     }
     return [((phase, stretch, place.get(name, "")), size) for (phase, stretch, name), size in profile]
-
-
-def _block_name(module: str) -> str:
-    parts = module.split(".")
-    return next((".".join(parts[: place + 1]) for place, part in enumerate(parts) if part.isdigit()), "")
 
 
 @dataclass

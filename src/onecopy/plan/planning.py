@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from onecopy.errors import PlanError
+from onecopy.observe.ledger import CATEGORIES
 from onecopy.plan.advisor import STAGES, Choice, judge, largest_micro_batch, search, sentences
 from onecopy.plan.estimate import CHECKPOINTING, Estimator, Setting, exact
 from onecopy.plan.hardware import Machine, machine
-from onecopy.plan.ledger import CATEGORIES
 from onecopy.plan.models import subject_for
 from onecopy.plan.rehearsal import Rehearsal, Subject
 from onecopy.plan.tape import Tape

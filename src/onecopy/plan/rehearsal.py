@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import onecopy
-from onecopy.plan.ledger import Ledger
+from onecopy.engine.whereabouts import Whereabouts, adopt_state
+from onecopy.observe.ledger import Ledger
 from onecopy.plan.tape import RecordingCollective, Tape
-from onecopy.plan.whereabouts import Whereabouts
 
 
 @dataclass(frozen=True)
@@ -176,25 +176,3 @@ def _warm(engine: Any) -> None:
     engine.step()
     engine.window.forced = None
     engine.window.micro_steps = 0
-
-
-def adopt_state(engine: Any, ledger: Ledger) -> None:
-    """Name the training state that lives now."""
-    flats = [flat for unit in engine.units for flat in unit.buffers]
-    managed = {id(parameter) for flat in flats for parameter in flat.parameters}
-    present: Any = lambda *values: [value for value in values if value is not None]  # noqa: E731
-    for flat in flats:
-        ledger.adopt(present(flat.master), "masters")
-    for flat in flats:
-        ledger.adopt(present(flat.whole, flat.shard), "parameters")
-    ledger.adopt((p for p in engine.module.parameters() if id(p) not in managed), "parameters")
-    ledger.adopt(engine.module.buffers(), "parameters")
-    ledger.adopt((slot.memory for slot in engine.runtime.slots.slots), "slots")
-    for slot in engine.gradients._slots:
-        ledger.adopt(present(slot.memory, slot.scratch), "gradients")
-    for gradient in engine.gradients.all:
-        ledger.adopt(present(gradient.shard, gradient.whole), "gradients")
-    ledger.adopt(engine.communicator.sum.memory, "gradients")
-    if engine.optimizer is not None:
-        for state in engine.optimizer.state.values():
-            ledger.adopt((value for value in state.values() if isinstance(value, torch.Tensor)), "moments")

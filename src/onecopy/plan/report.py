@@ -6,7 +6,7 @@ import html
 import json
 from importlib import resources
 
-from onecopy.plan.ledger import CATEGORIES
+from onecopy.observe.ledger import CATEGORIES
 from onecopy.plan.planning import Plan
 from onecopy.plan.unseen import NOT_IN_NUMBERS
 

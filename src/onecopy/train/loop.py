@@ -86,7 +86,7 @@ class Run:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         decay = settings.config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
         groups = parameter_groups(self.model, decay)
-        self.engine, *_ = onecopy.initialize(model=self.model, model_parameters=groups, config=settings.config)
+        self.engine, *_ = onecopy.initialize(model=self.model, model_parameters=groups, config=self._recorded(settings))
         torch.manual_seed(settings.seed + 1 + self.rank)  # dropout differs from rank to rank, weights do not
         self.draw = Draw(
             settings.context,
@@ -96,6 +96,12 @@ class Run:
             self.world_size,
             settings.seed,
         )
+
+    @staticmethod
+    def _recorded(settings: Settings) -> dict[str, Any]:
+        """The configuration, with a record of the run in its folder for `onecopy report`."""
+        own = settings.config.get("onecopy", {})
+        return {**settings.config, "onecopy": {"record": str(settings.folder), **own}}
 
     def go(self, resume: bool) -> Result:
         """Train, evaluate, save and sample. Collective."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onecopy.plan.ledger import Ledger
+from onecopy.observe.ledger import Ledger
 from onecopy.sharding.outputs import map_tensors
 
 
@@ -102,3 +102,31 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
             inside = (*inside, f"{name}." if name else "")
             found |= {f"{name}.{local}" if name else local: child for local, child in module.named_children()}
     return found
+
+
+def block_of(module: str) -> str:
+    """The name of the repeated block that a module's qualified name lies in, "" for one outside all blocks."""
+    parts = module.split(".")
+    return next((".".join(parts[: place + 1]) for place, part in enumerate(parts) if part.isdigit()), "")
+
+
+def adopt_state(engine: Any, ledger: Ledger) -> None:
+    """Name the training state that lives now."""
+    flats = [flat for unit in engine.units for flat in unit.buffers]
+    managed = {id(parameter) for flat in flats for parameter in flat.parameters}
+    present: Any = lambda *values: [value for value in values if value is not None]  # noqa: E731
+    for flat in flats:
+        ledger.adopt(present(flat.master), "masters")
+    for flat in flats:
+        ledger.adopt(present(flat.whole, flat.shard), "parameters")
+    ledger.adopt((p for p in engine.module.parameters() if id(p) not in managed), "parameters")
+    ledger.adopt(engine.module.buffers(), "parameters")
+    ledger.adopt((slot.memory for slot in engine.runtime.slots.slots), "slots")
+    for slot in engine.gradients._slots:
+        ledger.adopt(present(slot.memory, slot.scratch), "gradients")
+    for gradient in engine.gradients.all:
+        ledger.adopt(present(gradient.shard, gradient.whole), "gradients")
+    ledger.adopt(engine.communicator.sum.memory, "gradients")
+    if engine.optimizer is not None:
+        for state in engine.optimizer.state.values():
+            ledger.adopt((value for value in state.values() if isinstance(value, torch.Tensor)), "moments")

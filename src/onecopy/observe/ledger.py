@@ -54,7 +54,7 @@ class Ledger(TorchDispatchMode):
 
     Attributes:
         events: +n at the birth and -n at the death of entry n - 1, in order.
-        phase, module, stretch: where the run is now; `modules.py` keeps them.
+        phase, module, stretch: where the run is now; `Whereabouts` keeps them.
     """
 
     def __init__(self) -> None:
