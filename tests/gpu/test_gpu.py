@@ -70,7 +70,7 @@ def big_steps(stage: int, overlap: bool, steps: int) -> list[float]:
         loss = (engine(x).float() - x.float()).square().mean()
         engine.backward(loss)
         engine.step()
-        found += [float(loss), engine.get_global_grad_norm()]
+        found += [float(loss.detach()), engine.get_global_grad_norm()]
     engine.destroy()
     return found
 
@@ -203,7 +203,11 @@ def checkpoint_round(folder: str, stage: int, load_stage: int) -> None:
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
             "checkpoint": {"async": True},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {
+                "stage": stage,
+                "stage3_param_persistence_threshold": 0,
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
         }
         return onecopy.initialize(model=model, config=config)[0]
 
@@ -214,7 +218,7 @@ def checkpoint_round(folder: str, stage: int, load_stage: int) -> None:
             loss = (engine(x).float() - 1).square().mean()
             engine.backward(loss)
             engine.step()
-            found.append(float(loss))
+            found.append(float(loss.detach()))
         return found
 
     first = build(stage)
@@ -260,7 +264,7 @@ def compiled_steps() -> None:
             loss = (engine(x) - x).square().mean()
             engine.backward(loss)
             engine.step()
-            found.append(float(loss))
+            found.append(float(loss.detach()))
         engine.destroy()
         return found
 

@@ -66,7 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _only_this_machine(arguments: argparse.Namespace) -> bool:
     """Whether all ranks are here and nothing was said about how they meet."""
-    said = arguments.standalone or arguments.rdzv_endpoint or arguments.master_port is not None
+    from torch.distributed.run import get_args_parser
+
+    usual_port = get_args_parser().get_default("master_port")  # a number before torch 2.12, None since
+    said = arguments.standalone or arguments.rdzv_endpoint or arguments.master_port != usual_port
     return not said and str(arguments.nnodes) in ("1", "1:1") and arguments.rdzv_backend == "static"
 
 

@@ -40,11 +40,16 @@ class Run:
 
 @dataclass(eq=False)
 class Masters:
-    """All runs of one engine, kept in step with the inner optimizer's `param_groups`."""
+    """All runs of one engine, kept in step with the inner optimizer's `param_groups`.
+
+    Attributes:
+        left_out: names of the parameters that the step under way leaves alone; the same on every rank.
+    """
 
     flats: list[FlatBuffer]
     optimizer: torch.optim.Optimizer
     runs: list[Run] = field(default_factory=list)
+    left_out: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for flat in self.flats:
@@ -68,6 +73,7 @@ class Masters:
 
     def give_gradients(self, gradients: Iterable[FlatGradient], skipped: set[str]) -> None:
         """Hand every run its part of the gradient shard; runs of parameters named in `skipped` get none."""
+        self.left_out = frozenset(skipped)
         shards = {gradient.flat.key: gradient.shard for gradient in gradients}
         if skipped:
             self.separate(skipped)
@@ -137,9 +143,8 @@ class Masters:
         for run in self.runs:
             filled: dict[str, Any] = {}
             for name, parameter in zip(run.flat.names, run.flat.layout.ranges, strict=True):
-                part = parameter.overlap(run.start, run.stop)
-                if part is not None and name in states:
-                    _lay(states[name], run, parameter.start, part, filled)
+                if name in states and _meet(run, parameter.start, parameter.aligned_stop):
+                    _lay(states[name], run, parameter.start, parameter.overlap(run.start, run.stop), filled)
             if filled:
                 self.optimizer.state[run.master] = filled
 
@@ -178,14 +183,20 @@ def _scalars(state: dict[str, Any] | None) -> str:
     )
 
 
-def _lay(state: dict[str, Any], run: Run, start: int, part: tuple[int, int], filled: dict[str, Any]) -> None:
-    """Write one parameter's state into its place `part` (elements of the parameter) of a run's flat state."""
+def _lay(state: dict[str, Any], run: Run, start: int, part: tuple[int, int] | None, filled: dict[str, Any]) -> None:
+    """Write one parameter's state into its place `part` (elements of the parameter) of a run's flat state.
+
+    Of a parameter whose padding alone lies here (`part` None) there is nothing to write, but the run still needs a state:
+    an optimizer that makes its states when it is built (Adagrad before torch 2.12) never makes one later.
+    """
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             if key not in filled:
                 filled[key] = torch.zeros_like(run.master)
-            low, high = part
-            filled[key][start + low - run.start : start + high - run.start] = value.reshape(-1)[low:high].to(run.master)
+            if part is not None:
+                low, high = part
+                place = slice(start + low - run.start, start + high - run.start)
+                filled[key][place] = value.reshape(-1)[low:high].to(run.master)
         else:
             filled[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
