@@ -93,6 +93,18 @@ class Communicator(ABC):
         work = dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
         self.wait_for(work.wait, f"broadcast of {label} from rank {source}")
 
+    def swap(self, sent: torch.Tensor, sent_counts: list[int], counts: list[int], label: str) -> torch.Tensor:
+        """Send every rank its part of `sent`, and return what the ranks sent to this one; parts lie in rank order.
+
+        Args:
+            sent_counts, counts: elements for each rank, and from each rank.
+        """
+        received = sent.new_empty(sum(counts))
+        self.counters.add("swap", (sent.numel() - sent_counts[self.rank]) * sent.element_size())
+        work = dist.all_to_all_single(received, sent, counts, sent_counts, group=self.group, async_op=True)
+        self.wait_for(work.wait, f"swap of {label}")
+        return received
+
     def read(self, tensor: torch.Tensor) -> list[Any] | None:
         """The values of a small agreed tensor on the host (which waits for the device); None from imagined ranks."""
         return None if self.imagined else tensor.tolist()  # type: ignore[no-any-return]

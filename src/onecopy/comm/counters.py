@@ -4,7 +4,7 @@ from collections import defaultdict
 
 
 class Counters:
-    """Counts by kind ("gather", "reduce", "agree", "broadcast"); `snapshot` closes a step."""
+    """Counts by kind ("gather", "reduce", "agree", "broadcast", "swap"); `snapshot` closes a step."""
 
     def __init__(self) -> None:
         self.bytes_sent: dict[str, int] = defaultdict(int)

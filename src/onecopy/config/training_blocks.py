@@ -23,6 +23,13 @@ OPTIMIZERS = (
 )  # fmt: skip
 """Classes of `torch.optim` whose update of one element needs that element only, so that shards can be stepped."""
 
+OWN_OPTIMIZERS = {
+    "Lion": "onecopy.optim.Lion steps the rank's shards of the masters",
+    "Lamb": "onecopy.optim.Lamb steps the rank's shards; the norms of all parameters are summed in one small collective a step",
+    "Muon": "onecopy.optim.Muon orthogonalises each rank's share of the matrices, whole; AdamW steps what is no hidden matrix",
+}
+"""Optimizers of the package itself, with what the report says of them."""
+
 SCHEDULERS = (
     "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR",
     "MultiStepLR", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "StepLR",
@@ -34,12 +41,9 @@ WHOLE = "needs whole matrices or norms of parameters, and a rank holds only a pa
 GONE = "is an optimizer with compressed communication, which onecopy does not have"
 MUP = "needs scales that the mup package computes; build it yourself and give it to initialize, or"
 REFUSED_OPTIMIZERS = {
-    "lamb": WHOLE,
-    "muon": WHOLE,
     "adafactor": WHOLE,
     "lbfgs": "needs several forward passes a step and dot products over all parameters",
     "sparseadam": "needs sparse gradients, and gradients go to dense flat buffers",
-    "lion": "is not a class of torch.optim; build it yourself and give it to initialize, or",
     "muadam": MUP,
     "muadamw": MUP,
     "musgd": MUP,
@@ -48,9 +52,9 @@ REFUSED_OPTIMIZERS = {
     "zerooneadam": GONE,
 }
 CONSTRUCTOR_WORDS = (
-    "adamw_mode", "alpha", "capturable", "centered", "dampening", "decoupled_weight_decay", "differentiable",
-    "etas", "foreach", "fused", "initial_accumulator_value", "lambd", "lr_decay", "maximize", "momentum_decay",
-    "nesterov", "rho", "set_grad_none", "step_sizes", "t0",
+    "adam_lr", "adamw_mode", "alpha", "capturable", "centered", "dampening", "decoupled_weight_decay", "differentiable",
+    "eps_inside_sqrt", "etas", "foreach", "fused", "initial_accumulator_value", "lambd", "lr_decay", "max_coeff", "maximize",
+    "min_coeff", "momentum_decay", "muon_lr", "nesterov", "ns_method", "per_head_muon", "rho", "set_grad_none", "step_sizes", "t0",
 )  # fmt: skip
 
 
@@ -64,7 +68,10 @@ def read_optimizer(value: Any, diagnosis: Diagnosis) -> OptimizerConfig | None:
     read: dict[str, Any] = {}
     for parameter, one in params.items():
         path = f"optimizer.params.{parameter}"
-        if parameter in OPTIMIZER_PARAMETERS:
+        if parameter == "bias_correction" and name == "Lamb" and isinstance(one, bool):
+            read[parameter] = one
+            diagnosis.judge(path, one, "honoured", "whether the step corrects the moments' start at zero")
+        elif parameter in OPTIMIZER_PARAMETERS:
             _read_parameter(*OPTIMIZER_PARAMETERS[parameter], one, path, read, diagnosis)
         elif parameter == "max_grad_norm":
             if one in (None, 0, False):
@@ -88,17 +95,19 @@ def read_optimizer(value: Any, diagnosis: Diagnosis) -> OptimizerConfig | None:
 
 def _optimizer_name(name: str, diagnosis: Diagnosis) -> str:
     """The name as torch spells it; an unknown one is a problem."""
-    spelled = {one.lower(): one for one in OPTIMIZERS}.get(name.lower(), name)
+    spelled = {one.lower(): one for one in (*OPTIMIZERS, *OWN_OPTIMIZERS)}.get(name.lower(), name)
     reason = REFUSED_OPTIMIZERS.get(name.lower().replace("_", ""))
     if reason is not None:
         joint = "" if reason.endswith(" or") else ";"
         diagnosis.refuse("optimizer.type", name, f'{reason}{joint} write for instance "AdamW"')
+    elif spelled in OWN_OPTIMIZERS:
+        diagnosis.judge("optimizer.type", name, "honoured", OWN_OPTIMIZERS[spelled])
     elif spelled in OPTIMIZERS:
         diagnosis.judge(
             "optimizer.type", name, "honoured", f"torch.optim.{spelled} steps the rank's shards of the masters"
         )
     else:
-        close = nearest(name, OPTIMIZERS)
+        close = nearest(name, (*OPTIMIZERS, *OWN_OPTIMIZERS))
         fix = f'did you mean "{close}"?' if close else 'write for instance "AdamW"'
         also = "any other elementwise optimizer can be built by you and given to initialize"
         diagnosis.refuse("optimizer.type", name, f"is not an optimizer known here; {fix} {also}")

@@ -12,6 +12,7 @@ from onecopy.config import Config
 from onecopy.errors import ModelError
 from onecopy.layout import Placement
 from onecopy.observe.log import note
+from onecopy.optim.muon_groups import mark_matrices
 from onecopy.optim.registry import build_optimizer, refuse_reason
 from onecopy.sharding import BuildRules, SlotPool, Unit, UnitRules, build_units, choose_small, discover_units
 
@@ -60,6 +61,8 @@ def choose_optimizer(
         groups = given if given is not None else [p for p in model.parameters() if p.requires_grad]
         if not groups or not any(True for _ in _parameters_in(groups)):
             raise ModelError(_NOTHING_TO_TRAIN)
+        if config.optimizer.type.lower() == "muon":
+            mark_matrices(model)
         inner = build_optimizer(config.optimizer.type, dict(config.optimizer.params), groups)
     else:
         return TrainedParameters(None, {})

@@ -23,6 +23,7 @@ from onecopy.observe.log import log_once
 from onecopy.observe.timers import timers_for
 from onecopy.optim.fused import make_fused, supports_fused_scaling
 from onecopy.optim.loss_scale import LossScaler
+from onecopy.optim.across_shards import AcrossShards
 from onecopy.optim.masters import Masters
 from onecopy.optim.state import take_states
 from onecopy.optim.step import OptimizerStep, StepOutcome
@@ -126,6 +127,8 @@ class Engine(nn.Module, Answers, ScaledGradients, Persistence):
             self.optimizer_step = OptimizerStep(self.masters, self.gradients, self.communicator)
             self.optimizer = ShardedOptimizer(
                 inner,
+            if isinstance(inner, AcrossShards):
+                inner.bind(self.masters, self.communicator)
                 self._update,
                 self.zero_grad,
                 lambda: self.was_step_applied() or self._outcome is None,

@@ -1,9 +1,9 @@
 """Which optimizers may step flat shards: built by name from the configuration, or refused with the reason.
 
 A shard is a flat range that starts and ends anywhere inside parameters. An optimizer is right on it only when every
-element's update depends on that element alone (elementwise); `refuse_reason` knows the ones that look at a whole
-matrix, a parameter's norm or all parameters at once. The fused step, which unscales and skips by itself, is
-in `fused.py`.
+element's update depends on that element alone (elementwise), or when it fetches the rest from the other ranks, as the
+package's own `Lamb` and `Muon` do. `refuse_reason` knows the ones that look at a whole matrix, a parameter's norm or all
+parameters at once. The fused step, which unscales and skips by itself, is in `fused.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from typing import Any
 import torch
 
 from onecopy.errors import ConfigError
+from onecopy.optim.across_shards import AcrossShards
 from onecopy.optim.fused import make_fused, supports_fused_scaling
+from onecopy.optim.lamb import Lamb
+from onecopy.optim.lion import Lion
+from onecopy.optim.muon_groups import build_muon
 
 __all__ = ["ELEMENTWISE", "build_optimizer", "make_fused", "refuse_reason", "supports_fused_scaling"]
 
@@ -26,7 +30,13 @@ ELEMENTWISE = (
 )  # fmt: skip
 """Names of the classes of `torch.optim` whose update of an element reads that element only."""
 
-_ANY_CASE = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
+OWN: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion, "Lamb": Lamb}
+"""Classes of this package by the name the configuration gives them; Muon, which sorts its parameters, is the third."""
+
+_ANY_CASE = {
+    "adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion", "lamb": "Lamb", "muon": "Muon",
+}  # fmt: skip
+_MUP = ("muadam", "muadamw", "musgd")
 _ADAM_FAMILY = ("Adam", "AdamW")
 
 _NORM = "it scales the update by the norm of each whole parameter, and a rank holds only a part of some parameters"
@@ -36,13 +46,14 @@ _ADAMW_INSTEAD = "use AdamW"
 
 # What the name of an optimizer class (or of one of its base classes) says, in lower case: (pattern, why, what instead).
 _REFUSED: tuple[tuple[str, str, str], ...] = (
-    (r"lamb(?!d)|lans$", _NORM, "use AdamW with gradient_clipping and a warmup schedule"),
+    (r"lamb(?!d)|lans$", _NORM, 'use onecopy.optim.Lamb (optimizer.type "Lamb"), which sums norms over the ranks'),
     (r"lars(?![a-z])|larc(?![a-z])", _NORM, "use SGD with momentum, gradient_clipping and a warmup schedule"),
     (r"novograd|^fromage|^nero$", _NORM, _ADAMW_INSTEAD),
     (r"adafactor", "it factors the second moment over rows and columns of whole matrices", _ADAMW_INSTEAD),
     (r"^sm3|^came$", "it keeps one moment for whole rows and columns of a matrix", _ADAMW_INSTEAD),
     (r"adam_?mini", "it keeps one second moment for each block of a whole matrix", _ADAMW_INSTEAD),
-    (r"muon|^dion|^scion", "it orthogonalises each parameter's whole matrix", _ADAMW_INSTEAD),
+    (r"muon|^dion|^scion", "it orthogonalises each parameter's whole matrix",
+     'use onecopy.optim.Muon (optimizer.type "Muon"), which makes matrices whole on their owners'),
     (r"shampoo|soap(?![a-z])|kfac|k_fac|psgd|^kron", _MATRIX, _ADAMW_INSTEAD),
     (r"galore|apollo|^ldadam|^fira", _MATRIX, f"{_ADAMW_INSTEAD}: its moments are already shared out over the ranks"),
     (r"lomo$", "it updates parameters inside backward, before gradients are reduced over the ranks", _ADAMW_INSTEAD),
@@ -61,7 +72,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that `optimizer: {type: name, params: params}` of the configuration means.
 
-    `adam`, `adamw`, `sgd` and `adagrad` in any case, other elementwise classes of `torch.optim` by their exact name.
+    `adam`, `adamw`, `sgd`, `adagrad`, `lion`, `lamb` and `muon` in any case, other elementwise classes of `torch.optim` by
+    their exact name. Muon's parameters carry `use_muon` (see `muon_groups.mark_matrices`).
     "Adam" is AdamW (decoupled decay) unless `adam_w_mode` is false. The default weight decay of both is 0, as in
     DeepSpeed, unless `torch_adam` asks for torch's own default. `params` is not changed. Not collective.
 
@@ -74,7 +86,9 @@ def build_optimizer(
         class_name = _adam_arguments(class_name, arguments)
     if class_name in _ANY_CASE.values():
         arguments.pop("foreach", None)  # a hint about speed from older configurations; the engine chooses the step
-    optimizer_class = getattr(torch.optim, class_name)
+    if class_name == "Muon":
+        return build_muon(arguments, parameter_groups)
+    optimizer_class = OWN.get(class_name) or getattr(torch.optim, class_name)
     checked = _checked(class_name, optimizer_class, arguments)
     try:
         optimizer: torch.optim.Optimizer = optimizer_class(parameter_groups, **checked)
@@ -90,7 +104,7 @@ def refuse_reason(optimizer: object) -> str | None:
     `base_optimizer`). An unknown third-party class is taken to be elementwise.
     """
     seen: set[int] = set()
-    current: object | None = optimizer
+    current: object | None = None if isinstance(optimizer, AcrossShards) else optimizer
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         for base in type(current).__mro__:
@@ -119,16 +133,17 @@ def _class_name(name: object) -> str:
     reason = _reason_for_name(name)
     if reason is not None:
         raise ConfigError(f"optimizer.type {name!r}: {reason}")
-    if name.lower() == "lion":
+    if name.lower() in _MUP:
         raise ConfigError(
-            "optimizer.type 'Lion' is not a class of torch.optim; it is elementwise, so build it yourself and pass it "
-            "as initialize(optimizer=...)."
+            f"optimizer.type {name!r} is a class of the package mup; build it from the model's parameters and pass it as "
+            "initialize(optimizer=...)."
         )
-    by_lower = {known.lower(): known for known in ELEMENTWISE}
+    every = (*ELEMENTWISE, *OWN, "Muon")
+    by_lower = {known.lower(): known for known in every}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     hint = f"did you mean {by_lower[near[0]]!r}? " if near else ""
     raise ConfigError(
-        f"optimizer.type {name!r} is unknown: {hint}Known: {', '.join(ELEMENTWISE)}; any other elementwise optimizer "
+        f"optimizer.type {name!r} is unknown: {hint}Known: {', '.join(every)}; any other elementwise optimizer "
         "can be built by you and passed as initialize(optimizer=...)."
     )
 
