@@ -115,7 +115,7 @@ class Clock:
 def measure(device: torch.device, effort: Effort, say: Callable[[str], None] = lambda _: None) -> Measured:
     """Measure this rank's device, and the world's collectives. Collective over an initialised world."""
     ranks = dist.get_world_size()
-    measured = Measured(device_name(device), ranks, _memory(device, ranks))
+    measured = Measured(device_name(device), ranks, memory_of(device, ranks))
     clock = Clock(device, effort.seconds)
     if device.type != "cpu":
         torch.empty(1, device=device)
@@ -143,7 +143,7 @@ def device_name(device: torch.device) -> str:
     return "-".join(str(name).split())
 
 
-def _memory(device: torch.device, ranks: int) -> int:
+def memory_of(device: torch.device, ranks: int) -> int:
     """Bytes a rank may use."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
