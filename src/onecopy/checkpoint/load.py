@@ -163,6 +163,7 @@ class Loader:
             for flat in flat_buffers(engine):
                 flat.start_refresh()
             _restore_extra_states(engine, common["extra_state"])
+        engine.loaded_checkpoint_dp_world_size = reader.manifest.world_size
         if wanted.module_only:
             return dict(common["client_state"])
         if wanted.scheduler_states:

@@ -52,6 +52,7 @@ class ShardedDataLoader:
 
     Attributes:
         epoch: the number of the epoch that the next iterator reads.
+        post_process_func: if set, every batch is what it gives for (batch, `state_dict()`).
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ShardedDataLoader:
         self.batch_size = batch_size
         self.world_size = world_size
         self.epoch = 0
+        self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
         self._iterable = isinstance(dataset, IterableDataset)
         if sampler is None and not self._iterable:
             sampler = ResumableSampler(dataset, num_replicas=world_size, rank=rank, drop_last=drop_last)
@@ -113,7 +115,7 @@ class ShardedDataLoader:
         for batch in batches:
             if self._current is token:
                 self._taken += self.batch_size * self.world_size
-            yield batch
+            yield batch if self.post_process_func is None else self.post_process_func(batch, self.state_dict())
         if self._current is token:
             self._current, self._taken = None, 0
 

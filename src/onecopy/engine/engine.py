@@ -14,6 +14,7 @@ from onecopy.engine.accumulation import AccumulationWindow
 from onecopy.engine.agreement import agree_on_model, hash_of
 from onecopy.engine.answers import Answers
 from onecopy.engine.attributes import mark_parameters
+from onecopy.engine.contract import Contract
 from onecopy.engine.persistence import Persistence
 from onecopy.engine.reporting import Reporter
 from onecopy.engine.scaling import ScaledGradients
@@ -31,7 +32,7 @@ from onecopy.optim.wrapper import ShardedOptimizer
 from onecopy.sharding import FlatBuffer, Gradients, Limits, Runtime
 
 
-class Engine(nn.Module, Answers, ScaledGradients, Persistence):
+class Engine(nn.Module, Answers, ScaledGradients, Persistence, Contract):
     """A model whose training state is sharded over the ranks of a communicator.
 
     `engine(batch)`, `engine.backward(loss)` and `engine.step()` are collective: every rank calls them in the same order.
@@ -152,6 +153,7 @@ class Engine(nn.Module, Answers, ScaledGradients, Persistence):
     # ----------------------------------------------------------------------------------------------------------- forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Collective."""
+        self._check_states_are_here()
         with self.timers.phase("forward"), self._autocast(), self.reporter.forward(self):
             if self.configuration.fp16.enabled and self.configuration.fp16.auto_cast:
                 args, kwargs = _half((args, kwargs))
@@ -255,6 +257,7 @@ class Engine(nn.Module, Answers, ScaledGradients, Persistence):
 
     def _update(self) -> None:
         """What a boundary does to weights and gradients, without the counters: `optimizer.step()`."""
+        self._check_states_are_here()
         self._check_thawed()
         self.gradients.settle()
         outcome = self.optimizer_step.apply(self._divisor(), self.configuration.gradient_clipping)

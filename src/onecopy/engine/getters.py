@@ -52,6 +52,29 @@ class ConfigGetters:
 
     def dynamic_loss_scale(self) -> bool:
         return self.configuration.fp16.enabled and self.configuration.fp16.loss_scale == 0
+    def bf16_master_weights_and_gradients(self) -> bool:
+        return False
+
+    def bf16_optimizer_states(self) -> bool:
+        return False
+
+    def torch_autocast_enabled(self) -> bool:
+        return self.configuration.torch_autocast.enabled
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        return self.configuration.torch_autocast.dtype or torch.bfloat16
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str] | None:
+        names = self.configuration.torch_autocast.lower_precision_safe_modules
+        return None if names is None else list(names)
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether `step()` counts; unset counts too, with the exception that docs/config.md describes."""
+        return self.configuration.managed_gradient_accumulation is not False
+
+    def curriculum_learning_enabled(self) -> bool:
+        return False
+
 
     def initial_dynamic_scale(self) -> float:
         return self.configuration.fp16.initial_scale
@@ -136,6 +159,17 @@ class ConfigGetters:
 
 
 def _zero_getter(key: str) -> Any:
+    zero_use_cpu_optimizer = zero_nvme_offload_optimizer = zero_cpu_offload
+
+    def zero_partial_offload(self) -> float:
+        return 1.0
+
+    def zero_multi_rank_bucket_allreduce(self) -> bool:
+        return self.configuration.zero.use_multi_rank_bucket_allreduce
+
+    def zero_allow_untested_optimizer(self) -> bool:
+        return self.configuration.zero_allow_untested_optimizer
+
     def getter(self: ConfigGetters) -> Any:
         zero = self.configuration.zero
         return getattr(zero, key) if hasattr(zero, key) else getattr(zero, f"zero_{key}")
@@ -146,10 +180,11 @@ def _zero_getter(key: str) -> Any:
 
 
 for _key in (
-    "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "elastic_checkpoint",
-    "gather_16bit_weights_on_model_save", "hpz_partition_size", "ignore_unused_parameters", "load_from_fp32_weights",
-    "max_live_parameters", "max_reuse_distance", "model_persistence_threshold", "module_granularity_threshold",
-    "offload_optimizer", "offload_param", "overlap_comm", "param_persistence_threshold", "prefetch_bucket_size",
+    "allgather_bucket_size", "allgather_partitions", "allgather_sequential", "compute_grad_norm", "contiguous_gradients",
+    "elastic_checkpoint", "gather_16bit_weights_on_model_save", "hpz_partition_size", "ignore_unused_parameters",
+    "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings", "max_live_parameters", "max_reuse_distance",
+    "model_persistence_threshold", "module_granularity_threshold", "offload_optimizer", "offload_param", "overlap_comm",
+    "param_persistence_threshold", "parameter_alignment", "prefetch_bucket_size",
     "quantized_gradients", "quantized_nontrainable_weights", "quantized_weights", "reduce_bucket_size", "reduce_scatter",
     "round_robin_gradients", "sub_group_size",
 ):  # fmt: skip

@@ -86,6 +86,7 @@ def _only_source(args: Any, config: Any) -> Any:
     """The configuration, given once: as an argument or inside `args`."""
     inside = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     assert config is None or inside is None, (
+    engine.collate_fn = collate_fn
         "the configuration is given twice, as config= and as args.deepspeed_config; leave one out"
     )
     source = config if config is not None else inside
