@@ -202,6 +202,24 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceOrInteger:
+    """One of a few words, or a whole number of at least 1."""
+
+    options: tuple[str, ...]
+
+    def read(self, value: Any) -> str | int:
+        for kind in (Integer(1), Choice(self.options)):
+            try:
+                return kind.read(value)  # type: ignore[attr-defined,no-any-return]
+            except Mismatch:
+                continue
+        raise Mismatch(f"must be {self.describe()}; write one of these")
+
+    def describe(self) -> str:
+        return f"{Choice(self.options).describe()} or an integer, at least 1"
+
+
+@dataclass(frozen=True, slots=True)
 class StageNumber:
     """The ZeRO stage: 0, 1, 2 or 3, also spelled "3", 3.0 or true (which is 1)."""
 

@@ -61,6 +61,7 @@ def apply(config: Config, diagnosis: Diagnosis) -> Config:
     _switched_off_blocks(config, diagnosis)
     _scope_of_stage(config.zero, diagnosis)
     _averaging(config, diagnosis)
+    _activation_checkpointing(config, diagnosis)
     _observers(config, diagnosis)
     _defaults_worth_saying(config, diagnosis)
     if config.zero.allgather_sequential and config.zero.stage == 3:
@@ -182,6 +183,16 @@ def _averaging(config: Config, diagnosis: Diagnosis) -> None:
     if config.data_parallel_size is not None and config.data_parallel_size != config.world_size:
         text = f"all {config.world_size} ranks ({config.world_size_source}) are data-parallel; remove the key"
         diagnosis.refuse("data_parallel_size", config.data_parallel_size, text)
+
+
+def _activation_checkpointing(config: Config, diagnosis: Diagnosis) -> None:
+    block = config.activation_checkpointing
+    path = "activation_checkpointing.contiguous_memory_optimization"
+    if block.contiguous_memory_optimization and block.number_checkpoints is None:
+        diagnosis.amend(path, "ignored", "number_checkpoints is not written, and the buffers' size depends on it")
+    if block.number_checkpoints is not None and not block.contiguous_memory_optimization:
+        text = "sizes contiguous buffers, and contiguous_memory_optimization is not on"
+        diagnosis.amend("activation_checkpointing.number_checkpoints", "ignored", text)
 
 
 def _observers(config: Config, diagnosis: Diagnosis) -> None:

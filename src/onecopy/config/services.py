@@ -4,22 +4,57 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onecopy.config.keys import key, when
-from onecopy.config.kinds import Anything, Choice, Integer, Names, Number, Switch, Text
-
-INERT = "read by onecopy.checkpointing where the model calls it; the block alone changes nothing, as in DeepSpeed"
+from onecopy.config.keys import cases, key, when
+from onecopy.config.kinds import Anything, Choice, ChoiceOrInteger, Integer, Names, Number, Switch, Text
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationCheckpointingConfig:
-    """`activation_checkpointing`: options of the checkpointing that a model calls."""
+    """`activation_checkpointing`: where inputs of checkpointed functions wait (`onecopy.checkpointing`, wrapped blocks)."""
 
-    partition_activations: bool = key(False, Switch(), INERT, verdict="ignored")
-    contiguous_memory_optimization: bool = key(False, Switch(), INERT, verdict="ignored")
-    cpu_checkpointing: bool = key(False, Switch(), INERT, verdict="ignored")
-    number_checkpoints: int | None = key(None, Integer(1), INERT, verdict="ignored")
-    synchronize_checkpoint_boundary: bool = key(False, Switch(), INERT, verdict="ignored")
-    profile: bool = key(False, Switch(), INERT, verdict="ignored")
+    partition_activations: bool = key(
+        False,
+        Switch(),
+        "every rank keeps the inputs whole",
+        judge=when(
+            True,
+            "honoured",
+            "each model-parallel rank of the mpu given to initialize keeps a part of the inputs; "
+            "without such a group there is nothing to partition",
+        ),
+    )
+    contiguous_memory_optimization: bool = key(
+        False,
+        Switch(),
+        "inputs stay where they were made",
+        judge=when(True, "honoured", "inputs are copied into one buffer a size, made once"),
+    )
+    cpu_checkpointing: bool = key(
+        False,
+        Switch(),
+        "inputs wait on the device",
+        judge=when(True, "honoured", "inputs wait in pinned host memory; on the CPU they are there already"),
+    )
+    number_checkpoints: int | None = key(
+        None,
+        Integer(1),
+        "checkpoints that are alive at a time: the size of the contiguous buffers",
+        default_word="none",
+    )
+    synchronize_checkpoint_boundary: bool = key(
+        False,
+        Switch(),
+        "off",
+        judge=when(True, "honoured", "the host waits for the device before and after each checkpointed function"),
+    )
+    profile: bool = key(
+        False,
+        Switch(),
+        "off",
+        judge=when(
+            True, "honoured", "a line a pass: calls and seconds, forward and again in backward, and stored bytes"
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +132,18 @@ class OneCopyConfig:
     slots: int = key(2, Integer(1), "parameter slots of stage 3: units that are whole at a time")
     unit_classes: tuple[str, ...] = key(
         (), Names(), "modules of these classes are units", default_word="repeated blocks"
+    )
+    checkpoint_activations: str | int = key(
+        "none",
+        ChoiceOrInteger(("none", "full", "selective")),
+        "every so many blocks, one keeps its inputs only and is computed again in backward",
+        judge=cases(
+            (
+                ("none", "blocks keep their activations, unless the model checkpoints by itself"),
+                ("full", "every block keeps its inputs only and is computed again in backward"),
+                ("selective", "as full, but results of matrix products and attention are kept"),
+            )
+        ),
     )
     timeout_seconds: float | None = key(
         None,

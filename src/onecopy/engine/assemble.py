@@ -146,19 +146,29 @@ def compute_dtype_rule(model: nn.Module, config: Config) -> Callable[[str, nn.Pa
     return rule
 
 
-def make_units(
-    model: nn.Module, config: Config, placement: Placement, group_of: dict[int, int], communicator: Communicator
-) -> list[Unit]:
-    """Cut the model into units and move its weights into them. Frees the parameters' storage unit by unit."""
+def unit_rules(config: Config) -> UnitRules:
+    """What the configuration says about unit boundaries."""
     zero = config.zero
     leaf = zero.leaf_module
-    rules = UnitRules(
+    return UnitRules(
         classes=(*config.onecopy.unit_classes, *leaf.classes),
         names=tuple(leaf.names),
         name_suffixes=tuple(leaf.name_suffixes),
         granularity=zero.module_granularity_threshold,
     )
-    plans = discover_units(model, rules)
+
+
+def find_blocks(model: nn.Module, config: Config) -> list[tuple[str, nn.Module]]:
+    """The modules of units with their names, in module order; weights must not have moved into the units yet."""
+    return [(plan.name, plan.module) for plan in discover_units(model, unit_rules(config)) if plan.module is not None]
+
+
+def make_units(
+    model: nn.Module, config: Config, placement: Placement, group_of: dict[int, int], communicator: Communicator
+) -> list[Unit]:
+    """Cut the model into units and move its weights into them. Frees the parameters' storage unit by unit."""
+    zero = config.zero
+    plans = discover_units(model, unit_rules(config))
     total = sum(p.numel() for plan in plans for _, p in plan.parameters)
     if "param_persistence_threshold" in zero.given or "model_persistence_threshold" in zero.given:
         most = zero.model_persistence_threshold

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 from onecopy.comm import Communicator
+from onecopy.comm.model_parallel import ModelParallel
 from onecopy.config import Config
 from onecopy.engine import assemble
 from onecopy.engine.accumulation import AccumulationWindow
 from onecopy.engine.agreement import agree_on_model, hash_of
 from onecopy.engine.answers import Answers
 from onecopy.engine.attributes import mark_parameters
+from onecopy.engine.blocks import BlockMethods
 from onecopy.engine.contract import Contract
 from onecopy.engine.persistence import Persistence
 from onecopy.engine.reporting import Reporter
@@ -32,7 +34,7 @@ from onecopy.optim.wrapper import ShardedOptimizer
 from onecopy.sharding import FlatBuffer, Gradients, Limits, Runtime
 
 
-class Engine(nn.Module, Answers, ScaledGradients, Persistence, Contract):
+class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Contract):
     """A model whose training state is sharded over the ranks of a communicator.
 
     `engine(batch)`, `engine.backward(loss)` and `engine.step()` are collective: every rank calls them in the same order.
@@ -53,8 +55,10 @@ class Engine(nn.Module, Answers, ScaledGradients, Persistence, Contract):
         communicator: Communicator,
         optimizer: Any = None,
         model_parameters: Any = None,
+        model_parallel: ModelParallel | None = None,
     ) -> None:
         super().__init__()
+        self.model_parallel = model_parallel
         self.module = model
         self.configuration = config
         self.config = config.source
@@ -95,6 +99,7 @@ class Engine(nn.Module, Answers, ScaledGradients, Persistence, Contract):
         inner = trained.optimizer
         states = take_states(inner, self.module) if inner is not None else {}
         self._drop_untrained_gradients(trained.group_of)
+        self.block_modules = assemble.find_blocks(self.module, self.configuration)
         self.units = assemble.make_units(
             self.module, self.configuration, self.placement, trained.group_of, self.communicator
         )
@@ -125,7 +130,7 @@ class Engine(nn.Module, Answers, ScaledGradients, Persistence, Contract):
             self.runtime.masters = self.masters
             if supports_fused_scaling(inner):
                 make_fused(inner)
-            self.optimizer_step = OptimizerStep(self.masters, self.gradients, self.communicator)
+            self.optimizer_step = OptimizerStep(self.masters, self.gradients, self.communicator, self.model_parallel)
             self.optimizer = ShardedOptimizer(
                 inner,
             if isinstance(inner, AcrossShards):
@@ -390,6 +395,7 @@ class Engine(nn.Module, Answers, ScaledGradients, Persistence, Contract):
         self.gradients.reset(keep_memory=False)
         self.runtime.begin_window()
         self.runtime.detach()
+        self._leave_blocks()
         self._free()
         self.reporter.close()
         self.communicator.close()

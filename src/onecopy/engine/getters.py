@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from onecopy.comm import Communicator
+from onecopy.comm.model_parallel import ModelParallel
 from onecopy.config import Config
 
 
@@ -13,6 +14,7 @@ class ConfigGetters:
 
     configuration: Config
     communicator: Communicator
+    model_parallel: ModelParallel | None
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self.configuration.train_micro_batch_size_per_gpu
@@ -130,12 +132,12 @@ class ConfigGetters:
         return self.communicator.rank
 
     def get_model_parallel_rank(self) -> int:
-        return 0
+        return 0 if self.model_parallel is None else self.model_parallel.rank
 
     @property
     def mp_world_size(self) -> int:
-        """1: a rank outside the shard group computes something of its own."""
-        return 1
+        """Ranks that compute one model together: of the `mpu`'s model-parallel group, 1 without one."""
+        return 1 if self.model_parallel is None else self.model_parallel.world_size
 
     @property
     def seq_dp_world_size(self) -> int:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch import nn
 
 from onecopy.comm import connect, ensure_process_group
 from onecopy.comm.connect import default_device
+from onecopy.comm.model_parallel import ModelParallel, model_parallel_of
 from onecopy.config import Config, load
 from onecopy.engine.dataloader import ShardedDataLoader
 from onecopy.engine.engine import Engine
+from onecopy.engine.precompiled import take_off
 from onecopy.errors import ConfigError
+from onecopy.observe.log import note
 from onecopy.optim.schedules import build_scheduler
 
 
@@ -41,7 +45,9 @@ def initialize(
         model_parameters: the parameters (or parameter groups) to train; default: all that require gradients.
         training_data: a dataset to make a loader of, each rank its part.
         lr_scheduler: a scheduler, or a function that makes one from the optimizer; the engine then steps it.
-        mpu: an object whose `get_data_parallel_group()` is the group of ranks to shard over.
+        mpu: an object whose `get_data_parallel_group()` is the group of ranks to shard over. With a
+            `get_model_parallel_group()` of several ranks, norms are taken over both groups, and a parameter that is split
+            between these ranks has an attribute `model_parallel` (or `tensor_model_parallel`) that is true.
         config: a dictionary, the path of a JSON file, or base64 of JSON; `config_params` is its old name.
 
     Returns:
@@ -60,11 +66,20 @@ def initialize(
         ensure_process_group(port=distributed_port)
     group = _shard_group(mpu, mesh_param)
     resolved = source if isinstance(source, Config) else load(source, world_size=dist.get_world_size(group))
+    model_parallel = model_parallel_of(mpu)
+    resolved = _told_of_ranks(resolved, model_parallel)
     communicator = connect(group, default_device(), resolved.onecopy.timeout_seconds)
     try:
-        engine = Engine(model, resolved, communicator, optimizer, model_parameters)
+        model, compiled = take_off(model)
+        engine = Engine(model, resolved, communicator, optimizer, model_parameters, model_parallel)
     except BaseException:
         communicator.close()
+        raise
+    engine._compile_again(compiled)
+    try:
+        engine._set_up_activations(model_parallel)
+    except BaseException:
+        engine.destroy()
         raise
     scheduler = _scheduler(engine, lr_scheduler, resolved)
     engine.lr_scheduler = scheduler
@@ -118,6 +133,17 @@ def _shard_group(mpu: Any, mesh: Any) -> dist.ProcessGroup | None:
             "mesh_param is not supported; pass mpu= with get_data_parallel_group(), or leave it out to shard over all ranks"
         )
     return None
+
+
+def _told_of_ranks(config: Config, model_parallel: ModelParallel | None) -> Config:
+    """The configuration with a report that knows whether there are model-parallel ranks to partition inputs over."""
+    if not config.activation_checkpointing.partition_activations or model_parallel is not None:
+        return config
+    path = "activation_checkpointing.partition_activations"
+    text = "initialize was given no mpu with a model-parallel group of several ranks, so there is nothing to partition"
+    note(f"{path}: {text}")
+    findings = (replace(one, verdict="ignored", message=text) if one.key_path == path else one for one in config.findings)
+    return replace(config, findings=tuple(findings))
 
 
 def _scheduler(engine: Engine, given: Any, config: Config) -> Any:

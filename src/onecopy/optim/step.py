@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from onecopy.comm import Communicator
+from onecopy.comm.model_parallel import ModelParallel
 from onecopy.layout import ALIGNMENT
 from onecopy.optim.masters import Masters
 from onecopy.optim.registry import supports_fused_scaling
@@ -34,12 +35,24 @@ class StepOutcome:
 
 
 class OptimizerStep:
-    """Steps the inner optimizer on the gradients of a window."""
+    """Steps the inner optimizer on the gradients of a window.
 
-    def __init__(self, masters: Masters, gradients: Gradients, communicator: Communicator) -> None:
+    With `model_parallel` the norm is that of the whole model: of this rank's shard group and of the groups that hold the
+    model's other parts, each parameter once.
+    """
+
+    def __init__(
+        self,
+        masters: Masters,
+        gradients: Gradients,
+        communicator: Communicator,
+        model_parallel: ModelParallel | None = None,
+    ) -> None:
         self.masters = masters
         self.gradients = gradients
         self.communicator = communicator
+        self.model_parallel = model_parallel
+        self._counted: dict[int, torch.Tensor] = {}
         self.optimizer = masters.optimizer
         self.fused = supports_fused_scaling(self.optimizer)
         self._by_key = sorted(gradients.all, key=lambda gradient: gradient.flat.key)
@@ -84,7 +97,10 @@ class OptimizerStep:
             flags = [flag for gradient in self._by_key for flag in gradient.used]
             used = torch.tensor(flags, dtype=torch.float64, device=self.communicator.device)
         agreed = self.communicator.sum_vector(torch.cat([squares, used]), "gradient norm")
-        norm = agreed[: len(squares)].sum().sqrt() / divisor
+        total = agreed[: len(squares)].sum()
+        if self.model_parallel is not None:
+            total = self.model_parallel.sum(total)
+        norm = total.sqrt() / divisor
         if not missing:
             return norm, set()
         # Only a rank that lacks a gradient has to know whether others have it: the one case in which the host looks.
@@ -104,8 +120,24 @@ class OptimizerStep:
         blocks = torch.linalg.vector_norm(
             own.view(-1, ALIGNMENT), dim=1, dtype=own.dtype if own.dtype == torch.float64 else torch.float32
         )
-        total: torch.Tensor = blocks.to(torch.float64).square_().sum()
+        squares = blocks.to(torch.float64).square_()
+        if self.model_parallel is not None:
+            squares *= self._counts(gradient, self.model_parallel)
+        total: torch.Tensor = squares.sum()
         return total
+
+    def _counts(self, gradient: FlatGradient, model_parallel: ModelParallel) -> torch.Tensor:
+        """For each block of 64 elements of this rank's part: 0.0 where another model-parallel rank counts its parameter."""
+        key = gradient.flat.key
+        if key not in self._counted:
+            flat = gradient.flat
+            counts = torch.zeros(flat.numel // ALIGNMENT, dtype=torch.float64)
+            for parameter, place in zip(flat.parameters, flat.layout.ranges, strict=True):
+                if model_parallel.counts(parameter):
+                    counts[place.start // ALIGNMENT : place.aligned_stop // ALIGNMENT] = 1.0
+            own = counts[flat.own.start // ALIGNMENT : flat.own.stop // ALIGNMENT]
+            self._counted[key] = own.to(self.communicator.device)
+        return self._counted[key]
 
     def non_finite_names(self) -> list[str]:
         """Parameters with a non-finite element in this rank's gradient shards. Reads every gradient: for errors only."""
