@@ -24,9 +24,9 @@ from onecopy.errors import ModelError
 from onecopy.layout import placement_for_stage
 from onecopy.observe.log import log_once
 from onecopy.observe.timers import timers_for
+from onecopy.optim.across_shards import AcrossShards
 from onecopy.optim.fused import make_fused, supports_fused_scaling
 from onecopy.optim.loss_scale import LossScaler
-from onecopy.optim.across_shards import AcrossShards
 from onecopy.optim.masters import Masters
 from onecopy.optim.state import take_states
 from onecopy.optim.step import OptimizerStep, StepOutcome
@@ -128,13 +128,13 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
             self.masters = Masters([gradient.flat for gradient in self.gradients.all], inner)
             self.masters.restore(states)
             self.runtime.masters = self.masters
+            if isinstance(inner, AcrossShards):
+                inner.bind(self.masters, self.communicator)
             if supports_fused_scaling(inner):
                 make_fused(inner)
             self.optimizer_step = OptimizerStep(self.masters, self.gradients, self.communicator, self.model_parallel)
             self.optimizer = ShardedOptimizer(
                 inner,
-            if isinstance(inner, AcrossShards):
-                inner.bind(self.masters, self.communicator)
                 self._update,
                 self.zero_grad,
                 lambda: self.was_step_applied() or self._outcome is None,
