@@ -52,8 +52,6 @@ class ConfigGetters:
     def fp16_master_weights_and_gradients(self) -> bool:
         return False
 
-    def dynamic_loss_scale(self) -> bool:
-        return self.configuration.fp16.enabled and self.configuration.fp16.loss_scale == 0
     def bf16_master_weights_and_gradients(self) -> bool:
         return False
 
@@ -77,6 +75,8 @@ class ConfigGetters:
     def curriculum_learning_enabled(self) -> bool:
         return False
 
+    def dynamic_loss_scale(self) -> bool:
+        return self.configuration.fp16.enabled and self.configuration.fp16.loss_scale == 0
 
     def initial_dynamic_scale(self) -> float:
         return self.configuration.fp16.initial_scale
@@ -159,8 +159,6 @@ class ConfigGetters:
     def zero_cpu_offload(self) -> bool:
         return False
 
-
-def _zero_getter(key: str) -> Any:
     zero_use_cpu_optimizer = zero_nvme_offload_optimizer = zero_cpu_offload
 
     def zero_partial_offload(self) -> float:
@@ -172,6 +170,8 @@ def _zero_getter(key: str) -> Any:
     def zero_allow_untested_optimizer(self) -> bool:
         return self.configuration.zero_allow_untested_optimizer
 
+
+def _zero_getter(key: str) -> Any:
     def getter(self: ConfigGetters) -> Any:
         zero = self.configuration.zero
         return getattr(zero, key) if hasattr(zero, key) else getattr(zero, f"zero_{key}")

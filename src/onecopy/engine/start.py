@@ -83,6 +83,7 @@ def initialize(
         raise
     scheduler = _scheduler(engine, lr_scheduler, resolved)
     engine.lr_scheduler = scheduler
+    engine.collate_fn = collate_fn
     loader = None
     if training_data is not None:
         loader = ShardedDataLoader(
@@ -101,7 +102,6 @@ def _only_source(args: Any, config: Any) -> Any:
     """The configuration, given once: as an argument or inside `args`."""
     inside = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     assert config is None or inside is None, (
-    engine.collate_fn = collate_fn
         "the configuration is given twice, as config= and as args.deepspeed_config; leave one out"
     )
     source = config if config is not None else inside
