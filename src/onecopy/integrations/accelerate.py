@@ -6,43 +6,15 @@ it lacks, so it gets "gloo"; nothing changes on a machine with an accelerator or
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import os
-import sys
-from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
-_MODULE = "accelerate.state"
+from onecopy.integrations.when_imported import when_imported
 
 
 def allow_cpu_ranks() -> None:
     """Name gloo to accelerate where it finds no backend: now if it is imported, else when it is. Repeatable."""
-    if _MODULE in sys.modules:
-        _patch(sys.modules[_MODULE])
-    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
-
-
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Finds `accelerate.state` as usual, and patches it once it is loaded."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                _patch(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    when_imported("accelerate.state", _patch)
 
 
 def _patch(module: Any) -> None:

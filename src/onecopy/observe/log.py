@@ -73,6 +73,11 @@ def log_once(key: Hashable, message: str, *, level: int = logging.WARNING, every
     return True
 
 
+def keep_quiet(key: Hashable) -> None:
+    """Counts `key` as said: for a caller who knows that the message would mislead."""
+    _said.add(key)
+
+
 def forget_said() -> None:
     """Lets every `log_once` speak again; for tests."""
     _said.clear()

@@ -52,9 +52,10 @@ def install(force: bool = False) -> bool:
         )
     importlib.invalidate_caches()
     if installed():
-        from onecopy.integrations.accelerate import allow_cpu_ranks
+        from onecopy.integrations import accelerate, lightning_deepspeed
 
-        allow_cpu_ranks()
+        accelerate.allow_cpu_ranks()
+        lightning_deepspeed.allow_cpu_ranks()
     return installed()
 
 

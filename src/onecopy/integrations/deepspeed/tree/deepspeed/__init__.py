@@ -5,9 +5,9 @@ from typing import Any
 
 from onecopy.config import Config, load
 from onecopy.engine import Engine as DeepSpeedEngine
-from onecopy.engine import initialize
 from onecopy.integrations.deepspeed.missing import refuse_missing_modules
 from onecopy.integrations.deepspeed.refusal import refused_class, refused_function
+from onecopy.integrations.deepspeed.start import initialize
 
 refuse_missing_modules()
 

@@ -1,0 +1,72 @@
+"""`deepspeed.initialize`: onecopy's, with what callers who treat the module as theirs afterwards need besides.
+
+Lightning moves a module to the CPU when a fit ends, and takes all its hooks off before the next engine is made of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from onecopy import engine as room
+from onecopy.engine import Engine
+from onecopy.engine.handover import engine_of, give_up, remember
+from onecopy.observe.log import keep_quiet, log_once
+
+
+@functools.wraps(room.initialize)
+def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
+    model = kwargs.get("model", args[1] if len(args) > 1 else None)
+    before = engine_of(model) if isinstance(model, nn.Module) else None
+    if before is not None and _hooks_are_gone(before):
+        give_up(before)
+    if len(args) < 4 and _nothing_to_train(kwargs):
+        kwargs["model_parameters"] = None
+    made = room.initialize(*args, **kwargs)
+    engine = made[0]
+    remember(engine)
+    if kwargs.get("lr_scheduler") is not None:
+        keep_quiet(("scheduler not given", id(engine)))  # who takes it off the engine afterwards saves it, too
+    object.__setattr__(engine.module, "_apply", _StaysInPlace(engine))
+    return made
+
+
+def _hooks_are_gone(engine: Engine) -> bool:
+    """Whether somebody has put other dictionaries of hooks into the modules, as Lightning does."""
+    handles = engine.runtime._handles
+    return any(handle.hooks_dict_ref() is None for handle in handles if hasattr(handle, "hooks_dict_ref"))
+
+
+def _nothing_to_train(options: dict[str, Any]) -> bool:
+    """Whether an empty list of parameters and no optimizer ask for an engine without one."""
+    config = options.get("config") or options.get("config_params")
+    no_optimizer = options.get("optimizer") is None and isinstance(config, dict) and "optimizer" not in config
+    return no_optimizer and isinstance(options.get("model_parameters"), list) and not options["model_parameters"]
+
+
+class _StaysInPlace:
+    """A module's `_apply` while an engine holds its weights: `to`, `cpu`, `half` and the like leave it as it is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        module = self.engine.module
+        if self.engine._destroyed:
+            vars(module).pop("_apply", None)
+            applied: nn.Module = module._apply(function, recurse)
+            return applied
+        device = self.engine.device
+        for unit in self.engine.units:
+            for flat in unit.buffers:
+                moved = function(torch.empty(0, dtype=flat.dtype, device=device))
+                if (moved.dtype, moved.device) != (flat.dtype, device):
+                    log_once(
+                        ("stays", id(self.engine)),
+                        f"the engine keeps the weights on {device} in {flat.dtype}; moving or casting its module does nothing",
+                    )
+        return module
