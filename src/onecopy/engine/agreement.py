@@ -7,6 +7,7 @@ from torch import nn
 
 from onecopy.comm import Communicator
 from onecopy.errors import ModelError
+from onecopy.sharding.pending import is_pending
 
 
 def agree_on_model(model: nn.Module, communicator: Communicator) -> bool:
@@ -22,7 +23,9 @@ def agree_on_model(model: nn.Module, communicator: Communicator) -> bool:
         return False
     tensors = [*model.named_parameters(), *model.named_buffers()]
     _compare_descriptions([(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors], communicator)
-    values = [tensor.detach() for _, tensor in tensors if tensor.numel() and not tensor.is_meta]
+    # Weights that are sharded already are one model's, and those that a file will bring are nobody's yet.
+    tensors = [(name, tensor) for name, tensor in tensors if tensor.numel() and not is_pending(tensor)]
+    values = [tensor.detach() for _, tensor in tensors]
     if not values:
         return False
     device = communicator.device
@@ -34,9 +37,7 @@ def agree_on_model(model: nn.Module, communicator: Communicator) -> bool:
     differs = communicator.read((spread > 1e-9 * (1 + prints.abs()) * communicator.world_size).any(dim=1))
     if differs is None or not any(differs):
         return False
-    for differ, value, (name, _) in zip(
-        differs, values, [named for named in tensors if named[1].numel() and not named[1].is_meta], strict=True
-    ):
+    for differ, value, (name, _) in zip(differs, values, tensors, strict=True):
         if differ:
             moved = value.to(device).contiguous()
             communicator.broadcast(moved, 0, name)

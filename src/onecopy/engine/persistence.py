@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from onecopy.checkpoint.export import Exporter
     from onecopy.checkpoint.load import Loader
     from onecopy.checkpoint.save import Saver
+    from onecopy.comm.model_parallel import ModelParallel
     from onecopy.engine.engine import Engine
+    from onecopy.engine.weights_in_reach import AwaitedWeights
 
 Folder = str | os.PathLike[str]
 
@@ -20,6 +22,8 @@ Folder = str | os.PathLike[str]
 class Persistence:
     """Saves and loads the training state; mixed into the engine. Every method is collective unless it says otherwise."""
 
+    awaited: AwaitedWeights | None = None  # what a model of the meta device still lacks
+    model_parallel: ModelParallel | None
     _saver: Saver | None = None
     _loader: Loader | None = None
     _exporter: Exporter | None = None
@@ -35,7 +39,7 @@ class Persistence:
         """Save the whole training state into the folder `save_dir/tag`; any stage and world size can load it.
 
         A checkpoint is there completely or not at all. With `checkpoint.async` the call returns when the shards are
-        copied. In the middle of a window the gradients so far are not part of it.
+        copied. Model-parallel ranks save their parts into folders of their own, `save_dir/mp_rank_00` and so on. In the middle of a window the gradients so far are not part of it.
 
         Args:
             tag: name of the checkpoint; default "global_step" and the number of steps.
@@ -49,6 +53,9 @@ class Persistence:
         Raises:
             CheckpointError: on every rank, when it could not be saved, or when a rank did not call; says which and why.
         """
+        from onecopy.checkpoint.parts import part_folder
+
+        save_dir = part_folder(self.model_parallel, save_dir)
         return self._checkpoint_saver().save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -78,6 +85,7 @@ class Persistence:
             CheckpointError: there is no such checkpoint, it is damaged, or it does not fit the model; the engine is unchanged.
         """
         from onecopy.checkpoint.load import Loader, Wanted
+        from onecopy.checkpoint.parts import common_tag, part_folder
 
         self.wait_for_checkpoint()
         if self._loader is None:
@@ -85,7 +93,8 @@ class Persistence:
         wanted = Wanted(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         )
-        return self._loader.load(load_dir, tag, wanted)
+        load_dir = part_folder(self.model_parallel, load_dir)
+        return self._loader.load(load_dir, common_tag(self.model_parallel, load_dir, tag), wanted)
 
     def wait_for_checkpoint(self) -> None:
         """Return when an asynchronous save is complete; raise what it failed with. Not collective."""
@@ -115,9 +124,11 @@ class Persistence:
             CheckpointError: on every rank, when files cannot be written, or when a rank did not call.
         """
         from onecopy.checkpoint.export import Exporter
+        from onecopy.checkpoint.parts import part_folder
 
         if self._exporter is None:
             self._exporter = Exporter(cast("Engine", self))
+        save_dir = part_folder(self.model_parallel, save_dir)
         return self._exporter.save_16bit(save_dir, save_filename, exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: Folder, save_filename: str = "pytorch_model.bin") -> bool:

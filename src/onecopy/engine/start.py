@@ -16,6 +16,7 @@ from onecopy.config import Config, load
 from onecopy.engine.dataloader import ShardedDataLoader
 from onecopy.engine.engine import Engine
 from onecopy.engine.precompiled import take_off
+from onecopy.engine.weights_in_reach import weights_in_reach
 from onecopy.errors import ConfigError
 from onecopy.observe.log import note
 from onecopy.optim.schedules import build_scheduler
@@ -83,7 +84,6 @@ def initialize(
         raise
     scheduler = _scheduler(engine, lr_scheduler, resolved)
     engine.lr_scheduler = scheduler
-    engine.collate_fn = collate_fn
     loader = None
     if training_data is not None:
         loader = ShardedDataLoader(
@@ -102,6 +102,7 @@ def _only_source(args: Any, config: Any) -> Any:
     """The configuration, given once: as an argument or inside `args`."""
     inside = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     assert config is None or inside is None, (
+    engine.collate_fn = collate_fn
         "the configuration is given twice, as config= and as args.deepspeed_config; leave one out"
     )
     source = config if config is not None else inside

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from onecopy.sharding import FlatBuffer, GuardedParameter
+from onecopy.sharding.early_parameter import Borrowed
 from onecopy.sharding.parameter import ParameterHome
 
 
@@ -32,7 +33,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
         for entry in given:
             if not isinstance(entry, torch.Tensor):
                 raise TypeError(
@@ -40,12 +41,14 @@ class GatheredParameters:
                 )
         managed: list[Any] = [parameter for parameter in given if enabled and hasattr(parameter, "_onecopy")]
         homes: list[tuple[nn.Parameter, ParameterHome]] = [(parameter, parameter._onecopy) for parameter in managed]
+        self._early = Borrowed(given if enabled else [], modifier_rank)
         self._homes = sorted(dict.fromkeys(homes), key=lambda entry: (_flat_of(*entry).key, entry[1].index))
         self._modifier = modifier_rank
         self._borrowed: list[nn.Parameter] = []
         self._before: list[torch.Tensor] = []
 
     def __enter__(self) -> None:
+        self._early.enter()
         gathered: dict[int, list[torch.Tensor]] = {}
         for parameter, home in self._homes:
             home.unit.finish_refresh()
@@ -69,6 +72,7 @@ class GatheredParameters:
             home = parameter._onecopy  # type: ignore[attr-defined]
             _flat_of(parameter, home).unbind_one(home.index)
         self._borrowed, self._before = [], []
+        self._early.exit(keep_edits=kind is None)
 
     def _keep_edits(self, parameter: nn.Parameter, home: ParameterHome, before: torch.Tensor) -> None:
         """Send the modifier's values, and take over into the masters what changed: the rest keeps its precision."""

@@ -11,6 +11,7 @@ from onecopy.layout import ALIGNMENT, Place, Placement, round_up
 from onecopy.sharding.discover import UnitPlan
 from onecopy.sharding.flat_buffer import FlatBuffer
 from onecopy.sharding.parameter import GUARDED, UNGUARDED
+from onecopy.sharding.pending import take_weights
 from onecopy.sharding.unit import Unit
 
 SMALL = "(small parameters)"
@@ -54,26 +55,51 @@ def build_units(plans: Sequence[UnitPlan], rules: BuildRules, communicator: Comm
             else:
                 kept.append((name, parameter))
             if parameter.numel() == 0:  # it takes no room, but it takes part in computing
-                parameter.data = parameter.data.to(communicator.device, rules.compute_dtype(name, parameter))
+                parameter.data = take_weights(parameter).to(communicator.device, rules.compute_dtype(name, parameter))
         for dtype, trainable, members in _alike(kept, rules):
             place = rules.placement.parameters
             if plan is small or not all(shardable(parameter) for _, parameter in members):
                 place = Place.WHOLE
             if not trainable and not place.sharded:
                 for _, parameter in members:
-                    parameter.data = parameter.data.to(communicator.device, dtype)
+                    parameter.data = take_weights(parameter).to(communicator.device, dtype)
                 continue
             for bucket in _buckets(members, rules.bucket_elements):
                 key += 1
-                groups = [rules.group_of[id(parameter)] for _, parameter in bucket] if trainable else None
-                names, parameters = [name for name, _ in bucket], [parameter for _, parameter in bucket]
-                label = f"{plan.name} ({names[0]}{', ...' if len(names) > 1 else ''})"
-                buffers.append(
-                    FlatBuffer(key, label, parameters, names, dtype, place, groups, communicator, rules.placement)
-                )
+                buffers.append(_flat_buffer(key, plan.name, bucket, dtype, place, trainable, rules, communicator))
         if buffers:
             units.append(Unit(plan.name, plan.module, buffers, resident=plan.module is None))
     return units
+
+
+def build_unfrozen(
+    name: str, members: Sequence[Named], rules: BuildRules, communicator: Communicator, last_key: int
+) -> Unit:
+    """A unit of parameters, whole on every rank so far, that are trained from now on; their keys follow `last_key`."""
+    buffers = []
+    for dtype, _, alike in _alike(members, rules):
+        for bucket in _buckets(alike, rules.bucket_elements):
+            key = last_key + len(buffers) + 1
+            buffers.append(_flat_buffer(key, name, bucket, dtype, Place.WHOLE, True, rules, communicator))
+    return Unit(name, None, buffers, resident=True)
+
+
+def _flat_buffer(
+    key: int,
+    unit: str,
+    bucket: Sequence[Named],
+    dtype: torch.dtype,
+    place: Place,
+    trainable: bool,
+    rules: BuildRules,
+    communicator: Communicator,
+) -> FlatBuffer:
+    names, parameters = [name for name, _ in bucket], [parameter for _, parameter in bucket]
+    label = f"{unit} ({names[0]}{', ...' if len(names) > 1 else ''})"
+    groups = [rules.group_of[id(p)] for p in parameters] if id(parameters[0]) in rules.group_of else None
+    return FlatBuffer(
+        key, label, parameters, names, dtype, place, groups, communicator, rules.placement, frozen=not trainable
+    )
 
 
 def shardable(parameter: nn.Parameter) -> bool:
@@ -84,17 +110,19 @@ def shardable(parameter: nn.Parameter) -> bool:
 def _alike(members: Sequence[Named], rules: BuildRules) -> Iterator[tuple[torch.dtype, bool, list[Named]]]:
     """Split into sets that can lie in one flat buffer: one dtype (given and used), trained or not, sharded or not.
 
-    Inside a set parameters are ordered by optimizer group, so that a group is one contiguous range.
+    Frozen parameters that the optimizer has been given, and may train later, are a set too. Inside a set parameters are
+    ordered by optimizer group, so that a group is one contiguous range.
     """
-    sets: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[Named]] = {}
+    sets: dict[tuple[torch.dtype, torch.dtype, bool, bool, bool], list[Named]] = {}
     for name, parameter in members:
         if parameter.numel() == 0:
             continue
-        trainable = id(parameter) in rules.group_of and parameter.requires_grad
-        kind = (rules.compute_dtype(name, parameter), parameter.dtype, trainable, shardable(parameter))
+        known = id(parameter) in rules.group_of
+        trainable = known and parameter.requires_grad
+        kind = (rules.compute_dtype(name, parameter), parameter.dtype, trainable, shardable(parameter), known)
         sets.setdefault(kind, []).append((name, parameter))
-    for (dtype, _, trainable, _), members_alike in sets.items():
-        if trainable:
+    for (dtype, _, trainable, _, known), members_alike in sets.items():
+        if known:
             members_alike.sort(key=lambda member: rules.group_of[id(member[1])])
         yield dtype, trainable, members_alike
 

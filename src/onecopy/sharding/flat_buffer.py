@@ -12,6 +12,7 @@ from torch import nn
 from onecopy.comm import Communicator, PendingGather
 from onecopy.layout import FlatLayout, Place, Placement
 from onecopy.sharding.parameter import guard, unguard
+from onecopy.sharding.pending import is_unloaded, take_weights, unknown
 
 HIGH_PRECISION = (torch.float32, torch.float64)
 
@@ -25,7 +26,7 @@ class FlatBuffer:
         dtype: the compute dtype, in which weights are gathered and used.
         place: whether the compute weights are whole or sharded.
         trainable: whether it has masters and receives gradients.
-        group_spans: (optimizer group, start, stop) in elements of the flat buffer, in order.
+        group_spans: (optimizer group, start, stop) in elements of the flat buffer, in order; none while it is frozen.
         master: fp32 (or fp64) weights the optimizer updates: [n/N], or [n] where the optimizer's place is whole.
     """
 
@@ -40,6 +41,7 @@ class FlatBuffer:
         group_of: Sequence[int] | None,
         communicator: Communicator,
         placement: Placement,
+        frozen: bool = False,
     ) -> None:
         self.key = key
         self.label = label
@@ -47,10 +49,11 @@ class FlatBuffer:
         self.names = list(names)
         self.dtype = dtype
         self.place = place
-        self.trainable = group_of is not None
+        self.trainable = group_of is not None and not frozen
         self.communicator = communicator
         self.layout = FlatLayout.pack(names, [tuple(p.shape) for p in parameters], communicator.world_size)
-        self.group_spans = _spans(self.layout, group_of) if group_of is not None else []
+        self._later_spans = _spans(self.layout, group_of) if group_of is not None else []
+        self.group_spans = self._later_spans if self.trainable else []
         self.own = slice(*self.layout.shard_bounds(communicator.rank))
         self.whole: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
@@ -87,12 +90,15 @@ class FlatBuffer:
         device = self.communicator.device
         given = self.parameters[0].dtype
         exact = given if not given.is_floating_point or given in HIGH_PRECISION else torch.float32
-        flat = torch.zeros(self.layout.numel, dtype=exact if self.trainable else given, device=device)
-        for parameter, view in zip(self.parameters, self.views(flat), strict=True):
-            view.copy_(parameter.data)
-            parameter.data = view  # frees the original now, not after the whole model has been copied
+        if self.place.sharded and all(is_unloaded(parameter) for parameter in self.parameters):
+            own = self._await_weights(exact if self.trainable else given)
+        else:
+            flat = torch.zeros(self.layout.numel, dtype=exact if self.trainable else given, device=device)
+            for parameter, view in zip(self.parameters, self.views(flat), strict=True):
+                view.copy_(take_weights(parameter))
+                parameter.data = view  # frees the original now, not after the whole model has been copied
+            own = flat[self.own].clone() if self.place.sharded else flat
         if self.place.sharded:
-            own = flat[self.own].clone()
             if self.trainable:
                 self.master = own
             else:
@@ -107,10 +113,31 @@ class FlatBuffer:
         if self.trainable:
             self.master = self._master_of(flat)
 
+    def _await_weights(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's shard [n/N] of weights that a file will bring; nothing whole is allocated for them."""
+        own = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.communicator.device)
+        for place, low, high in self.layout.in_shard(self.communicator.rank):
+            start = place.start - self.own.start
+            own[start + low : start + high] = unknown((high - low,), dtype)
+        for parameter in self.parameters:
+            take_weights(parameter)
+        return own
+
     def _master_of(self, flat: torch.Tensor) -> torch.Tensor:
         """The master inside the weights themselves where they are precise enough, else a copy of its own."""
         part = flat if self.optimizer_whole else flat[self.own]
         return part.detach() if flat is self.whole else part.clone()
+
+    def train(self) -> None:
+        """Let a sharded buffer that was frozen, and whose parameters have optimizer groups, be trained from now on.
+
+        The shard becomes the master. Not collective; every rank does it.
+        """
+        assert self.shard is not None and self._later_spans
+        given = self.shard.dtype
+        self.master = self.shard.to(given if given in HIGH_PRECISION else torch.float32)
+        self.shard = None
+        self.trainable, self.group_spans = True, self._later_spans
 
     # ------------------------------------------------------------------------------------------ weights for computing
     def bind(self, views: Sequence[torch.Tensor]) -> None:

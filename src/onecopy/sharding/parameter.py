@@ -50,7 +50,7 @@ class GuardedParameter(nn.Parameter):
 
 def call_guarded(kind: type, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Tell the runtimes of the guarded parameters (of class `kind`) among the arguments, then call."""
-    if func not in _METADATA:
+    if func not in METADATA:
         for value in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(value, kind):
                 home: ParameterHome = value._onecopy  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def unguard(parameter: nn.Parameter) -> None:
 
 _T = torch.Tensor
 # Questions about the tensor itself, which need no values; anything else is a read or a write of the weights.
-_METADATA = {
+METADATA = {
     *(getattr(_T, name).__get__ for name in (
         "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "ndim", "grad_fn", "is_sparse", "is_cuda",
         "is_meta", "is_cpu", "is_quantized", "names", "itemsize", "_version", "is_nested", "is_mkldnn", "is_xpu", "is_mps",

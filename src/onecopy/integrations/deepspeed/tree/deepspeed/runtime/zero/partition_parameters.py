@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from enum import Enum
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -10,6 +9,8 @@ from torch import nn
 
 from onecopy import zero
 from onecopy.observe import log_once
+from onecopy.sharding.early_parameter import resume_construction as restore_init_context
+from onecopy.sharding.early_parameter import suspend_construction as shutdown_init_context
 from onecopy.zero import ZeroParamStatus, register_external_parameter, unregister_external_parameter
 
 from ...accelerator import get_accelerator
@@ -46,10 +47,10 @@ class GatheredParameters(zero.GatheredParameters):
         super().__init__(kept, modifier_rank, fwd_module, enabled)  # type: ignore[arg-type]
 
 
-class Init:
-    """A context to build a model in. The model is built whole on each rank; `initialize` shards it.
+class Init(zero.Init):
+    """onecopy's, with DeepSpeed's default where neither a dtype nor a configuration is given: parameters become float16.
 
-    Takes DeepSpeed's arguments. Parameters and helper tensors keep the dtype and device the model gives them.
+    Helper tensors and buffers keep their dtype, which DeepSpeed's do not.
     """
 
     def __init__(
@@ -71,27 +72,22 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        if enabled:
+        if enabled and dtype is None and config_dict_or_path is None and config is None:
+            dtype = torch.float16
             log_once(
-                "zero.Init builds whole",
-                "zero.Init: the model is built whole in each rank's host memory and sharded by initialize; weights and "
-                "buffers keep the dtype the model gives them until then",
+                "zero.Init casts to half",
+                "zero.Init has neither dtype= nor a configuration, so parameters become float16, as in DeepSpeed; give "
+                "config_dict_or_path= to keep the dtype the model gives them",
             )
+        super().__init__(
+            module,
+            data_parallel_group=data_parallel_group,
+            remote_device=remote_device,
+            enabled=enabled,
+            dtype=dtype,
+            mpu=mpu,
+        )
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return None
-
-
-def shutdown_init_context() -> None:
-    """There is nothing to suspend: `Init` changes nothing outside itself."""
-
-
-restore_init_context = shutdown_init_context
 
 __all__ = [
     "GatheredParameters",
