@@ -72,7 +72,9 @@ def initialize(
     communicator = connect(group, default_device(), resolved.onecopy.timeout_seconds)
     try:
         model, compiled = take_off(model)
-        engine = Engine(model, resolved, communicator, optimizer, model_parameters, model_parallel)
+        with weights_in_reach(model) as awaited:
+            engine = Engine(model, resolved, communicator, optimizer, model_parameters, model_parallel)
+        engine.awaited = awaited
     except BaseException:
         communicator.close()
         raise
@@ -84,6 +86,7 @@ def initialize(
         raise
     scheduler = _scheduler(engine, lr_scheduler, resolved)
     engine.lr_scheduler = scheduler
+    engine.collate_fn = collate_fn
     loader = None
     if training_data is not None:
         loader = ShardedDataLoader(
@@ -102,7 +105,6 @@ def _only_source(args: Any, config: Any) -> Any:
     """The configuration, given once: as an argument or inside `args`."""
     inside = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     assert config is None or inside is None, (
-    engine.collate_fn = collate_fn
         "the configuration is given twice, as config= and as args.deepspeed_config; leave one out"
     )
     source = config if config is not None else inside
