@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.commands import run_python
 
-pytest.importorskip("lightning")
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 
 RUNS = str(Path(__file__).with_name("lightning_deepspeed.py"))
 CLOSE: dict[str, Any] = {"rel": 1e-5, "abs": 1e-6}
