@@ -61,14 +61,26 @@ def exact(
     base: Any = None,
     windows: int = 1,
     tape: Tape | None = None,
+    accelerator: bool = True,
 ) -> Rehearsal:
     """Rehearse one setting with the whole model."""
-    config = {**setting.config(base), "steps_per_print": None}
-    with virtual_world(world_size), readable_errors(subject):
+    config = _silent(setting.config(base))
+    with virtual_world(world_size, accelerator), readable_errors(subject):
         return rehearse(
             subject, config, setting.micro_batch, sequence, windows=windows, warm=True, tape=tape,
             prepare=partial(checkpoint_blocks, how=setting.checkpointing),
         )  # fmt: skip
+
+
+def _silent(document: dict[str, Any]) -> dict[str, Any]:
+    """A rehearsal writes no files and prints nothing, whatever the user's document asks of a real run."""
+    loud = ("steps_per_print", "dump_state", "memory_breakdown", "tensorboard", "csv_monitor", "wandb", "comet")
+    own = {key: value for key, value in document.get("onecopy", {}).items() if key not in ("record", "trace_step")}
+    return {
+        **{key: value for key, value in document.items() if key not in loud},
+        "steps_per_print": None,
+        "onecopy": own,
+    }
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from importlib import resources
+from typing import Any
 
 from onecopy.observe.ledger import CATEGORIES
 from onecopy.plan.planning import Plan
@@ -21,16 +22,20 @@ def page(plan: Plan) -> str:
         "categories": list(CATEGORIES),
         "timeline": plan.rehearsal.timeline(),
         "marks": [(at, text) for at, text in plan.rehearsal.ledger.marks if window.start <= at <= window.stop],
-        "bars": _merged(plan.played.bars),
+        "bars": merged(plan.played.bars),
         "notes": list(NOT_IN_NUMBERS),
     }
+    return filled(f"{plan.subject.name} on {plan.machine}", data)
+
+
+def filled(title: str, data: dict[str, Any]) -> str:
+    """The template with a title and its numbers."""
     template = resources.files("onecopy.plan").joinpath("data/report.html").read_text(encoding="utf-8")
-    title = html.escape(f"{plan.subject.name} on {plan.machine}")
     # "</" would end the script element inside a module's name.
-    return template.replace("__TITLE__", title).replace("__DATA__", json.dumps(data).replace("</", "<\\/"))
+    return template.replace("__TITLE__", html.escape(title)).replace("__DATA__", json.dumps(data).replace("</", "<\\/"))
 
 
-def _merged(bars: list[tuple[str, float, float, str]]) -> list[tuple[str, float, float, str]]:
+def merged(bars: list[tuple[str, float, float, str]]) -> list[tuple[str, float, float, str]]:
     """Bars of one name that touch become one, and the shortest are left out where there are too many to see."""
     joined: list[tuple[str, float, float, str]] = []
     last: dict[str, int] = {}

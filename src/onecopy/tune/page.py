@@ -43,7 +43,7 @@ def page(study: Study, name: str) -> str:
     title = html.escape(f"{name} on {study.ranks} ranks")
     best = study.best
     names = sorted({choice for trial in study.trials for choice in trial.choices})
-    heads = ["trial", *(name.split(".")[-1] for name in names), "samples/s", "step", "peak", "steps", "outcome"]
+    heads = ["trial", "samples/s", "step", "peak", *(name.split(".")[-1] for name in names), "steps", "outcome"]
     rows = "".join(
         f"<tr{' class=best' if trial is best else ''}>" + "".join(_cells(trial, names)) + "</tr>"
         for trial in study.trials
@@ -95,13 +95,7 @@ def _cells(trial: Trial, names: list[str]) -> list[str]:
     rate = "" if trial.samples_per_second is None else f"{trial.samples_per_second:,.2f}"
     step = "" if trial.step_seconds is None else f"{trial.step_seconds:.4f} s"
     peak = "" if trial.peak_bytes is None else f"{trial.peak_bytes / 2**20:,.1f} MiB"
-    values = [
-        str(trial.number),
-        *(f"{trial.choices[name]:,}" if name in trial.choices else "as given" for name in names),
-        rate,
-        step,
-        peak,
-        str(trial.steps),
-    ]
+    chosen = [f"{trial.choices[name]:,}" if name in trial.choices else "as given" for name in names]
+    values = [str(trial.number), rate, step, peak, *chosen, str(trial.steps)]
     outcome = trial.status + (f": {trial.detail}" if trial.detail else "")
     return [*(f"<td>{html.escape(value)}</td>" for value in values), f"<td class=text>{html.escape(outcome)}</td>"]
