@@ -32,15 +32,22 @@ def install(force: bool = False) -> bool:
     Raises:
         OneCopyError: `force` is asked for when the other DeepSpeed has been imported already.
     """
-    if "deepspeed" in sys.modules:
-        if force and not installed():
-            raise OneCopyError(
-                f"deepspeed was imported from {getattr(sys.modules['deepspeed'], '__file__', None)} before "
-                "onecopy.integrations.deepspeed.install(force=True); call install first"
-            )
-        return installed()
+    if "deepspeed" in sys.modules and force and not installed():
+        raise OneCopyError(
+            f"deepspeed was imported from {getattr(sys.modules['deepspeed'], '__file__', None)} before "
+            "onecopy.integrations.deepspeed.install(force=True); call install first"
+        )
+    if "deepspeed" not in sys.modules and not installed():
+        _extend_path(force)
     if installed():
-        return True
+        from onecopy.integrations import accelerate, lightning_deepspeed
+
+        accelerate.allow_cpu_ranks()
+        lightning_deepspeed.allow_cpu_ranks()
+    return installed()
+
+
+def _extend_path(force: bool) -> None:
     other = _other_deepspeed()
     if other is None:
         sys.path.append(str(TREE))  # scripts expect their own folder at the front
@@ -51,12 +58,6 @@ def install(force: bool = False) -> bool:
             f"the DeepSpeed installed at {other} is used; install(force=True) or `onecopy run --force` takes onecopy's"
         )
     importlib.invalidate_caches()
-    if installed():
-        from onecopy.integrations import accelerate, lightning_deepspeed
-
-        accelerate.allow_cpu_ranks()
-        lightning_deepspeed.allow_cpu_ranks()
-    return installed()
 
 
 def uninstall() -> None:
