@@ -9,7 +9,8 @@ from onecopy.activations.contiguous import ContiguousBuffers
 from onecopy.activations.profile import Profile
 from onecopy.activations.storage import Storage
 from onecopy.comm.model_parallel import ModelParallel, model_parallel_of
-from onecopy.config import ActivationCheckpointingConfig, load
+from onecopy.config import ActivationCheckpointingConfig, Config, load
+from onecopy.config.sources import read_source
 from onecopy.errors import ConfigError
 
 
@@ -99,13 +100,11 @@ def configure(
 
 
 def _block(source: Any) -> ActivationCheckpointingConfig:
-    """The block alone: the rest of the document may need what is known to `initialize` only."""
-    read = load({"activation_checkpointing": source["activation_checkpointing"]} if _has_block(source) else source)
-    return read.activation_checkpointing
-
-
-def _has_block(source: Any) -> bool:
-    return isinstance(source, dict) and "activation_checkpointing" in source
+    """The block alone: the rest of the document may need what only `initialize` knows."""
+    if isinstance(source, Config):
+        return source.activation_checkpointing
+    block = read_source(source).get("activation_checkpointing")
+    return load({"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": block}, 1).activation_checkpointing
 
 
 def set_num_layers(count: int) -> None:

@@ -1,7 +1,11 @@
 """Join the world and choose the back end for a shard group: the one place where back ends are told apart."""
 
 import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,10 +80,13 @@ def connect(
     timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else _timeout_of(parent, device)
 
     def new_group() -> dist.ProcessGroup:
+        made: dist.ProcessGroup
+        if len(ranks) == dist.get_world_size():
+            made = dist.new_group(ranks, timeout=timeout)
+            return made
         # Ranks outside this shard group do not call us, so only its members synchronise.
-        made: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timeout, use_local_synchronization=len(ranks) < dist.get_world_size()
-        )
+        with _agreed_name(parent):
+            made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         return made
 
     if point_to_point is None:
@@ -87,6 +94,25 @@ def connect(
     communicator = PointToPoint(new_group(), device) if point_to_point else Collective(new_group(), new_group(), device)
     communicator.watchdog = watchdog_for(communicator, timeout_seconds)
     return communicator
+
+
+@contextmanager
+def _agreed_name(parent: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, a new group has a name that is new and the same on all ranks of `parent`. Collective over `parent`.
+
+    torch makes the name of a group that only its members know from its ranks and the number of groups each rank is in:
+    a second group of the same ranks would find the addresses of a destroyed first one, and ranks that are in different
+    numbers of groups would wait for each other under different names.
+    """
+    names = [uuid.uuid4().hex if dist.get_rank(parent) == 0 else None]
+    dist.broadcast_object_list(names, group=parent, group_src=0)
+    torch_distributed: Any = dist.distributed_c10d
+    before = torch_distributed._process_group_name
+    torch_distributed._process_group_name = lambda ranks, use_hashed_name: type(before(ranks, True))(names[0])
+    try:
+        yield
+    finally:
+        torch_distributed._process_group_name = before
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

@@ -208,12 +208,15 @@ class ChoiceOrInteger:
     options: tuple[str, ...]
 
     def read(self, value: Any) -> str | int:
-        for kind in (Integer(1), Choice(self.options)):
-            try:
-                return kind.read(value)  # type: ignore[attr-defined,no-any-return]
-            except Mismatch:
-                continue
-        raise Mismatch(f"must be {self.describe()}; write one of these")
+        try:
+            if isinstance(value, str):
+                return Choice(self.options).read(value)
+            number = Integer(1).read(value)
+        except Mismatch:
+            number = None
+        if number is None:
+            raise Mismatch(f"must be {self.describe()}; write one of these")
+        return number
 
     def describe(self) -> str:
         return f"{Choice(self.options).describe()} or an integer, at least 1"
