@@ -261,25 +261,6 @@ def test_parameters_frozen_for_a_while(world2: World, stage: int) -> None:
     world2.run(freeze_later, stage)
 
 
-def thaw(stage: int) -> None:
-    model = Net()
-    engine, _, _, _ = onecopy.initialize(model=model, model_parameters=model.parameters(), config=configuration(stage))
-    try:
-        model.frozen.requires_grad_(True)
-        for step in range(2):
-            engine.backward(loss_of(engine, step, engine.global_rank))
-            engine.step()
-    finally:
-        engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_thawing_what_was_frozen_at_the_start_is_no_silent_nothing(world2: World, stage: int) -> None:
-    """A parameter frozen at `initialize` has no optimizer state; training it later must say so instead of doing nothing."""
-    with pytest.raises(ModelError, match=r"frozen\.weight.*requires_grad"):
-        world2.run(thaw, stage)
-
-
 # ---------------------------------------------------------------------------------------------------------------- refusals
 class Lamb(torch.optim.SGD):
     """Named like an optimizer that needs a parameter's norm."""

@@ -58,7 +58,7 @@ def choose_optimizer(
             f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or a function that makes one from parameters"
         )
     elif config.optimizer is not None:
-        groups = given if given is not None else [p for p in model.parameters() if p.requires_grad]
+        groups = given if given is not None else _trained_now_or_later(model)
         if not groups or not any(True for _ in _parameters_in(groups)):
             raise ModelError(_NOTHING_TO_TRAIN)
         if config.optimizer.type.lower() == "muon":
@@ -68,6 +68,12 @@ def choose_optimizer(
         return TrainedParameters(None, {})
     assert inner is not None
     return TrainedParameters(inner, _groups_of(model, inner))
+
+
+def _trained_now_or_later(model: nn.Module) -> list[nn.Parameter]:
+    """What gradients can be computed for; what is frozen waits in its group, and costs nothing until it is unfrozen."""
+    found = [p for p in model.parameters() if p.requires_grad or p.is_floating_point()]
+    return found if any(p.requires_grad for p in found) else []
 
 
 def _parameters_in(groups: Sequence[Any]) -> Iterable[Any]:
@@ -117,7 +123,8 @@ def check_free(model: nn.Module, group_of: dict[int, int]) -> None:
         home = getattr(parameter, "_onecopy", None)
         if home is None or not home.runtime.attached:
             continue
-        if id(parameter) in group_of or any(parameter is p for flat in home.unit.sharded for p in flat.parameters):
+        trained = id(parameter) in group_of and parameter.requires_grad
+        if trained or any(parameter is p for flat in home.unit.sharded for p in flat.parameters):
             raise ModelError(
                 f"parameter '{name}' already belongs to another engine (as '{home.name}'); "
                 "one parameter can be trained by one engine: put both models into one module, or share a frozen copy"

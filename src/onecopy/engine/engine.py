@@ -20,6 +20,7 @@ from onecopy.engine.contract import Contract
 from onecopy.engine.persistence import Persistence
 from onecopy.engine.reporting import Reporter
 from onecopy.engine.scaling import ScaledGradients
+from onecopy.engine.thawing import Thawing
 from onecopy.errors import ModelError
 from onecopy.layout import placement_for_stage
 from onecopy.observe.log import log_once
@@ -132,6 +133,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
                 inner.bind(self.masters, self.communicator)
             if supports_fused_scaling(inner):
                 make_fused(inner)
+            self.runtime.before_window = Thawing(self, trained.group_of).look
             self.optimizer_step = OptimizerStep(self.masters, self.gradients, self.communicator, self.model_parallel)
             self.optimizer = ShardedOptimizer(
                 inner,
@@ -146,8 +148,11 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         """Parameters in no optimizer group, and those without elements, keep no gradient: nothing would read it."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         untrained = [p for p in parameters if id(p) not in group_of or p.numel() == 0]
-        self._untrained = [p.register_post_accumulate_grad_hook(_forget_gradient) for p in untrained]
-        self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
+        self._untrained: list[Any] = []
+        self._drop_gradients_of(untrained)
+
+    def _drop_gradients_of(self, parameters: list[nn.Parameter]) -> None:
+        self._untrained += [p.register_post_accumulate_grad_hook(_forget_gradient) for p in parameters]
 
     def _reduce_order(self) -> list[FlatBuffer]:
         """Trained flat buffers in the canonical order: blocks from the last to the first, then what the root owns."""
@@ -263,14 +268,16 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
     def _update(self) -> None:
         """What a boundary does to weights and gradients, without the counters: `optimizer.step()`."""
         self._check_states_are_here()
-        self._check_thawed()
         self.gradients.settle()
         outcome = self.optimizer_step.apply(self._divisor(), self.configuration.gradient_clipping)
         if outcome.unused and not self.configuration.zero.ignore_unused_parameters:
-            names = ", ".join(sorted(outcome.unused)[:5])
-            raise ModelError(
-                f"no gradient reached {names}; freeze them, or set zero_optimization.ignore_unused_parameters to true"
-            )
+            with torch._C.DisableTorchFunctionSubclass():
+                trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+            names = ", ".join(sorted(outcome.unused & trained)[:5])
+            if names:
+                raise ModelError(
+                    f"no gradient reached {names}; freeze them, or set zero_optimization.ignore_unused_parameters to true"
+                )
         self._outcome = outcome
         self._unread.append(outcome)
         if self._reads_at_once:
@@ -281,15 +288,6 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
             for flat in unit.whole:
                 flat.start_refresh()
         self.communicator.counters.snapshot()
-
-    def _check_thawed(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
-        if thawed:
-            raise ModelError(
-                f"parameter '{thawed[0]}' was frozen at initialize, which made no optimizer state for it, and has requires_grad=True "
-                "now; leave what is trained later unfrozen until initialize has returned, and freeze it then"
-            )
 
     def _divisor(self) -> float:
         """What the gradient sums are divided by to be the mean over ranks and micro-batches."""

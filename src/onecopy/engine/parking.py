@@ -50,7 +50,8 @@ class ParkedStates:
             self.away.add(kind)
             for tensor, needed in self._tensors(kind):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in seen and storage.nbytes():
+                # Memory that ranks of one machine share is on the host and cannot shrink.
+                if storage._cdata not in seen and storage.nbytes() and storage.resizable():
                     seen.add(storage._cdata)
                     self._copies.append(_emptied(tensor, needed, pin_memory, non_blocking))
         if self.engine.device.type != "cpu":

@@ -88,6 +88,9 @@ class Persistence:
         from onecopy.checkpoint.parts import common_tag, part_folder
 
         self.wait_for_checkpoint()
+        runtime = cast("Engine", self).runtime
+        if runtime.micro_batches == 0:
+            runtime.before_window()  # what has been unfrozen takes its optimizer state from the checkpoint
         if self._loader is None:
             self._loader = Loader(cast("Engine", self))
         wanted = Wanted(

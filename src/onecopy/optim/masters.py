@@ -52,7 +52,13 @@ class Masters:
     left_out: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        for flat in self.flats:
+        flats, self.flats = self.flats, []
+        self.include(flats)
+
+    def include(self, flats: Iterable[FlatBuffer]) -> None:
+        """Make runs of these flat buffers too; they start without optimizer state."""
+        for flat in flats:
+            self.flats.append(flat)
             low, high = (0, flat.numel) if flat.optimizer_whole else (flat.own.start, flat.own.stop)
             for group, start, stop in flat.group_spans:
                 start, stop = max(start, low), min(stop, high)

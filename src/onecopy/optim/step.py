@@ -55,10 +55,13 @@ class OptimizerStep:
         self._counted: dict[int, torch.Tensor] = {}
         self.optimizer = masters.optimizer
         self.fused = supports_fused_scaling(self.optimizer)
-        self._by_key = sorted(gradients.all, key=lambda gradient: gradient.flat.key)
-        names = [name for gradient in self._by_key for name in gradient.flat.names]
-        self._names = names
-        self._all_used = torch.ones(len(names), dtype=torch.float64, device=communicator.device)
+        self.look_at_gradients()
+
+    def look_at_gradients(self) -> None:
+        """Read anew which flat buffers are trained; before the first step, and when there are more."""
+        self._by_key = sorted(self.gradients.all, key=lambda gradient: gradient.flat.key)
+        self._names = [name for gradient in self._by_key for name in gradient.flat.names]
+        self._all_used = torch.ones(len(self._names), dtype=torch.float64, device=self.communicator.device)
 
     def apply(self, divisor: float, clip: float) -> StepOutcome:
         """Step with the sums divided by `divisor` and clipped to norm `clip` (0: not clipped). Collective."""

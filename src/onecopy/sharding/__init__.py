@@ -1,6 +1,6 @@
 """The life of a unit in a step: flat buffers, slots, gathering, reducing, releasing."""
 
-from onecopy.sharding.build import BuildRules, build_units
+from onecopy.sharding.build import BuildRules, build_unfrozen, build_units
 from onecopy.sharding.discover import UnitRules, choose_small, discover_units
 from onecopy.sharding.flat_buffer import FlatBuffer
 from onecopy.sharding.gradients import FlatGradient, Gradients
@@ -21,6 +21,7 @@ __all__ = [
     "Unit",
     "UnitRules",
     "ZeroParamStatus",
+    "build_unfrozen",
     "build_units",
     "choose_small",
     "discover_units",

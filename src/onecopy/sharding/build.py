@@ -76,7 +76,7 @@ def build_unfrozen(
     name: str, members: Sequence[Named], rules: BuildRules, communicator: Communicator, last_key: int
 ) -> Unit:
     """A unit of parameters, whole on every rank so far, that are trained from now on; their keys follow `last_key`."""
-    buffers = []
+    buffers: list[FlatBuffer] = []
     for dtype, _, alike in _alike(members, rules):
         for bucket in _buckets(alike, rules.bucket_elements):
             key = last_key + len(buffers) + 1

@@ -115,6 +115,7 @@ class Gradients:
         self.placement = placement
         self.accumulate_dtype = accumulate_dtype
         self.overlap = overlap
+        self._wire_dtype = wire_dtype
         self.all = [FlatGradient(flat, wire_dtype or flat.dtype) for flat in flats]
         self.of = {gradient.flat.key: gradient for gradient in self.all}
         self.alone = communicator.world_size == 1
@@ -132,6 +133,13 @@ class Gradients:
     def set_order(self, flats: Sequence[FlatBuffer]) -> None:
         """Reduce in this order from the next round on; the same on all ranks."""
         self.all = [self.of[flat.key] for flat in flats]
+
+    def include(self, flats: Sequence[FlatBuffer], order: Sequence[FlatBuffer]) -> None:
+        """Let these be reduced too, all in `order`, from the window that begins now on; the same on all ranks."""
+        self.of |= {flat.key: FlatGradient(flat, self._wire_dtype or flat.dtype) for flat in flats}
+        self.set_order(order)
+        if not self.alone and flats:  # slots fit the largest
+            self._slots = [self._new_slot() for _ in range(min(2, len(self.all)))]
 
     # ------------------------------------------------------------------------------------------------- one backward
     def begin_backward(self, deferring: bool) -> None:

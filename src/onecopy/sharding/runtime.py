@@ -76,6 +76,7 @@ class Runtime:
         self.defer: Callable[[], bool] = lambda: False  # whether this backward's gradients stay whole
         self.scale_outputs: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.gradient_divisor: Callable[[], float] = lambda: 1.0
+        self.before_window: Callable[[], None] = lambda: None  # before a forward of a window without gradients so far
         self.masters: Any = None  # the room above sets it, for reading state by parameter
         self.forwards_seen: set[int] = set()
         self.micro_batches = 0
@@ -108,11 +109,26 @@ class Runtime:
         self._handles.append(module.register_forward_hook(after))
 
     def _attach_parameters(self, unit: Unit, flat: FlatBuffer) -> None:
-        gradient = self.gradients.of.get(flat.key)
         for index, (parameter, name) in enumerate(zip(flat.parameters, flat.names, strict=True)):
             parameter._onecopy = ParameterHome(name, self, unit, index)  # type: ignore[attr-defined]
-            if gradient is not None:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._receiver(gradient, index)))
+            if flat.key in self.gradients.of:
+                self.receive_gradient(flat, index)
+
+    def receive_gradient(self, flat: FlatBuffer, index: int) -> None:
+        """Take the gradients of one parameter of a trained flat buffer from autograd."""
+        receiver = self._receiver(self.gradients.of[flat.key], index)
+        self._handles.append(flat.parameters[index].register_post_accumulate_grad_hook(receiver))
+
+    def include(self, units: list[Unit]) -> None:
+        """Take in units that no module's forward announces, between windows; `units` are all of them now."""
+        for unit in units:
+            if unit not in self.units:
+                assert unit.resident
+                self.residents.append(unit)
+                self._unit_of |= {flat.key: unit for flat in unit.buffers}
+                for flat in unit.buffers:
+                    self._attach_parameters(unit, flat)
+        self.units = units
 
     def _receiver(self, gradient: FlatGradient, index: int) -> Callable[[torch.Tensor], None]:
         def receive(parameter: torch.Tensor) -> None:
@@ -157,6 +173,8 @@ class Runtime:
         if self._task != -1:
             self.recover()
         training = torch.is_grad_enabled()
+        if training and self.micro_batches == 0:
+            self.before_window()
         self.order.begin("train" if training else "evaluate")
         if training:
             self.forward_number += 1
