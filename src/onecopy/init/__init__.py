@@ -1,5 +1,7 @@
-"""Whole parameters outside a forward: read them, edit them, let the masters follow."""
+"""Models before and outside training: built sharded, filled from files, whole for a while where code needs that."""
 
+from onecopy.init.construct import Init
 from onecopy.init.gathered import GatheredParameters
+from onecopy.init.load_pretrained import LoadedWeights, load_pretrained
 
-__all__ = ["GatheredParameters"]
+__all__ = ["GatheredParameters", "Init", "LoadedWeights", "load_pretrained"]

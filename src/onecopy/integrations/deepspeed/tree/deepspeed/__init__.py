@@ -5,6 +5,7 @@ from typing import Any
 
 from onecopy.config import Config, load
 from onecopy.engine import Engine as DeepSpeedEngine
+from onecopy.inference import InferenceEngine, default_inference_config, init_inference
 from onecopy.integrations.deepspeed.missing import refuse_missing_modules
 from onecopy.integrations.deepspeed.refusal import refused_class, refused_function
 from onecopy.integrations.deepspeed.start import initialize
@@ -28,13 +29,6 @@ _NO_PIPELINE = "ZeRO-3 shards the model's layers without stages; give the whole 
 
 PipelineModule = refused_class("PipelineModule", _NO_PIPELINE)
 PipelineEngine = refused_class("PipelineEngine", _NO_PIPELINE)
-InferenceEngine = refused_class(
-    "InferenceEngine", "call initialize without an optimizer at zero_optimization.stage 3, and the engine's forward"
-)
-init_inference = refused_function(
-    "init_inference", "call initialize without an optimizer at zero_optimization.stage 3, and the engine's forward"
-)
-default_inference_config = refused_function("default_inference_config", "there is no init_inference to configure")
 tp_model_init = refused_function(
     "tp_model_init", "tensor parallelism is not in onecopy; parallelise with torch.distributed.tensor and pass mpu="
 )

@@ -1,6 +1,11 @@
 """ZeRO's public names."""
 
-from onecopy.integrations.deepspeed.refusal import refused_class, refused_function
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from onecopy.init.whole_weights import whole_weights
+from onecopy.integrations.deepspeed.refusal import refused_class
 
 from .partition_parameters import (
     GatheredParameters,
@@ -16,9 +21,14 @@ TiledLinear = refused_class("zero.TiledLinear", _TILED)
 TiledLinearReturnBias = refused_class("zero.TiledLinearReturnBias", _TILED)
 DeepSpeedTensorOverride = refused_class("zero.DeepSpeedTensorOverride", "tensors are made as the model makes them")
 DeepSpeedZeRoOffload = refused_class("zero.DeepSpeedZeRoOffload", "call initialize without an optimizer")
-unwrap_model_for_generation = refused_function(
-    "zero.unwrap_model_for_generation", "call engine.module.generate under zero.GatheredParameters"
-)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Inside, every rank holds all weights and may generate alone; gives the model back as it was given. Collective."""
+    with whole_weights(model):
+        yield model
+
 
 __all__ = [
     "DeepSpeedTensorOverride",

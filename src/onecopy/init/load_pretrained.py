@@ -1,0 +1,208 @@
+"""`load_pretrained`: weights go from safetensors files straight into the shards; no rank reads what it does not keep.
+
+Host memory a rank: its shard, and at most one block of a tensor while dtypes are converted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from onecopy.comm import Communicator, ensure_process_group
+from onecopy.comm.connect import default_device
+from onecopy.engine import Engine
+from onecopy.engine.meta_buffers import materialise_buffers
+from onecopy.errors import ModelError
+from onecopy.init.safetensors_ranges import WeightFiles
+from onecopy.init.targets import Target, all_names, allot, targets_of_engine, targets_of_model
+from onecopy.sharding.early import borrowed_communicator
+from onecopy.sharding.early_parameter import settle_all
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What `load_pretrained` found.
+
+    Attributes:
+        missing: parameters and buffers of the model that the files lack; they keep what they had.
+        unexpected: tensors of the files that the model lacks.
+        bytes_read: bytes of tensors that this rank read.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    bytes_read: int
+
+
+@torch.no_grad()
+def load_pretrained(
+    engine_or_model: Engine | nn.Module, path: str | os.PathLike[str], strict: bool = True
+) -> LoadedWeights:
+    """Fill a model's weights from safetensors files, every rank the ranges it keeps. Collective.
+
+    Args:
+        engine_or_model: an engine, at any stage; or a model, whose parameters on the meta device become sharded as
+            `zero.Init` does it (real in a world of one rank), and whose other parameters are filled where they are.
+        path: a safetensors file, or a folder with one or with several and their index, as `save_pretrained` writes it.
+        strict: False lets the files lack tensors of the model and have others.
+
+    Values are converted to the model's dtypes. Tensors with several names in the model are filled once, under any of them.
+
+    Raises:
+        ModelError: on every rank: there is no such file, a shape or kind of number differs, or with `strict` names do; the
+            model is unchanged then.
+    """
+    engine = engine_or_model if isinstance(engine_or_model, Engine) else None
+    model: nn.Module = engine.module if engine is not None else engine_or_model
+    if engine is not None:
+        communicator = engine.communicator
+    else:
+        ensure_process_group()
+        communicator = borrowed_communicator(None, default_device())
+        settle_all()
+    problem, files = "", None
+    try:
+        files = WeightFiles(path)
+        awaited = _awaited_buffers(engine, model)
+        targets = targets_of_engine(engine) if engine is not None else targets_of_model(model)
+        plan = _match(model, targets, files, strict, awaited)
+    except (ModelError, OSError) as error:
+        problem = str(error)
+    _raise_together(communicator, problem)
+    assert files is not None
+    if engine is not None:
+        engine._clear_window()
+    try:
+        with files:
+            _fill(model, plan.pairs, files, communicator)
+    except (ModelError, OSError) as error:
+        problem = f"{error}; the model holds a part of the weights only and must be loaded again before it is used"
+    _raise_together(communicator, problem)
+    if engine is not None:
+        for flat in sorted((flat for unit in engine.units for flat in unit.buffers), key=lambda flat: flat.key):
+            flat.start_refresh()
+        if engine.awaited is not None:
+            engine.awaited.arrived(name for target, _ in plan.pairs for name in target.names)
+    return LoadedWeights(plan.missing, plan.unexpected, files.bytes_read)
+
+
+def _awaited_buffers(engine: Engine | None, model: nn.Module) -> set[str]:
+    if engine is None:
+        return set(materialise_buffers(model))
+    return set(engine.awaited.names) if engine.awaited is not None else set()
+
+
+def _raise_together(communicator: Communicator, problem: str) -> None:
+    """A rank that cannot go on stops all of them, with its own words. Collective."""
+    for rank, other in enumerate(communicator.exchange(problem, "problems of load_pretrained")):
+        if other:
+            raise ModelError(other if rank == communicator.rank or other == problem else f"rank {rank}: {other}")
+
+
+# ----------------------------------------------------------------------------------------------------- names and shapes
+@dataclass(frozen=True)
+class _Plan:
+    """Which stored tensor goes where."""
+
+    pairs: list[tuple[Target, str]]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def _match(model: nn.Module, targets: Sequence[Target], files: WeightFiles, strict: bool, awaited: set[str]) -> _Plan:
+    """Pair the model's tensors with the files'; raises ModelError naming what does not fit."""
+    prefix = _prefix(model, targets, files)
+    pairs, missing, wrong = [], [], []
+    for target in targets:
+        stored = next((key for name in target.names if (key := prefix.key(name)) in files.tensors), None)
+        if stored is None:
+            needed = target.kind == "parameter" or awaited & set(target.names)
+            if needed and 0 not in target.shape:
+                missing.append(target.names[0])
+            continue
+        if target.kind == "computed":
+            continue  # old files hold rotary tables; the model has computed its own
+        wrong += _mismatch(target, stored, files)
+        pairs.append((target, stored))
+    if wrong:
+        raise ModelError(f"{files.path} does not fit the model: {_few(wrong)}; build the model from this folder's own settings")
+    known = {prefix.key(name) for name in all_names(targets)}
+    unexpected = _not_ignored(model, "_keys_to_ignore_on_load_unexpected", [n for n in files.tensors if n not in known])
+    missing = _not_ignored(model, "_keys_to_ignore_on_load_missing", missing) if not awaited else missing
+    if strict and (missing or unexpected):
+        sentences = [f"it lacks {_few([repr(n) for n in missing])}"] if missing else []
+        sentences += [f"it has {_few([repr(n) for n in unexpected])}, which the model lacks"] if unexpected else []
+        raise ModelError(
+            f"{files.path} does not fit the model: {' and '.join(sentences)}; build the model whose weights these are, or "
+            "give strict=False to load what both have"
+        )
+    return _Plan(pairs, tuple(missing), tuple(unexpected))
+
+
+def _mismatch(target: Target, stored: str, files: WeightFiles) -> list[str]:
+    entry = files.tensors[stored]
+    if entry.shape != target.shape:
+        return [f"'{target.names[0]}' has shape {list(target.shape)} in the model and {list(entry.shape)} in {entry.file.name}"]
+    if entry.dtype.is_floating_point != target.dtype.is_floating_point or entry.dtype.is_complex != target.dtype.is_complex:
+        return [
+            f"'{target.names[0]}' is {target.dtype} in the model and {entry.dtype} in {entry.file.name} (quantised weights "
+            "must be dequantised first)"
+        ]
+    return []
+
+
+def _few(items: Sequence[str]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more
+
+
+def _not_ignored(model: nn.Module, attribute: str, names: list[str]) -> list[str]:
+    """The names that the model itself (a transformers model says so by patterns) does not want ignored."""
+    patterns = [re.compile(pattern) for pattern in getattr(model, attribute, None) or ()]
+    return [name for name in names if not any(pattern.search(name) for pattern in patterns)]
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """How a model's names become the files': a base model's files lack the prefix that a model with a head has."""
+
+    strip: str = ""
+    add: str = ""
+
+    def key(self, name: str) -> str:
+        return self.add + (name.removeprefix(self.strip) if self.strip else name)
+
+
+def _prefix(model: nn.Module, targets: Sequence[Target], files: WeightFiles) -> _Prefix:
+    """None where names agree as they are; else the one of transformers' `base_model_prefix`, in either direction."""
+    names, base = all_names(targets), getattr(model, "base_model_prefix", "")
+    if not base or any(name in files.tensors for name in names):
+        return _Prefix()
+    for option in (_Prefix(strip=f"{base}."), _Prefix(add=f"{base}.")):
+        if any(option.key(name) in files.tensors for name in names):
+            return option
+    return _Prefix()
+
+
+# ------------------------------------------------------------------------------------------------------------------ values
+def _fill(
+    model: nn.Module, pairs: Sequence[tuple[Target, str]], files: WeightFiles, communicator: Communicator
+) -> None:
+    parameters = dict(model.named_parameters())
+    for target, stored in pairs:
+        parameter = parameters.get(target.names[0])
+        if parameter is not None and parameter.is_meta:
+            allot(parameter, target, communicator)
+        for start, piece in target.pieces:
+            files.read(stored, start, piece)
+        if target.holder is not None:
+            whole = torch.empty(target.shape, dtype=target.dtype)
+            files.read(stored, 0, whole.view(-1))
+            target.holder.copy_(whole)

@@ -1,0 +1,5 @@
+"""The engine that only computes."""
+
+from onecopy.inference import InferenceEngine
+
+__all__ = ["InferenceEngine"]
