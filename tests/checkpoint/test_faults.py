@@ -213,28 +213,25 @@ def test_paths_of_all_kinds(world2, tmp_path: Path) -> None:
 
 
 def save_into(directory: str, fail_on: int | None = None, error: int = 28) -> str:
-    """Save; rank `fail_on` meets an error of the system at its third write."""
-    import onecopy.checkpoint.writer as writer
+    """Save; rank `fail_on` meets an error of the system at its first write of tensors."""
+    import onecopy.checkpoint.block_writer as blocks
 
     engine = small.make_engine(3)
     small.train(engine, 0, 1)
-    write_all, calls = writer.write_all, [0]
+    write_block = blocks.write_block
 
-    def failing(descriptor: int, parts: list[Any]) -> None:
-        calls[0] += 1
-        if calls[0] == 3:
-            raise OSError(error, os.strerror(error))
-        write_all(descriptor, parts)
+    def failing(descriptor: int, block: memoryview, position: int) -> None:
+        raise OSError(error, os.strerror(error))
 
     if torch.distributed.get_rank() == fail_on:
-        writer.write_all = failing
+        blocks.write_block = failing
     try:
         engine.save_checkpoint(directory)
         return "saved"
     except CheckpointError as problem:
         return str(problem)
     finally:
-        writer.write_all = write_all
+        blocks.write_block = write_block
         engine.destroy()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from onecopy.checkpoint.block_writer import BlockWriter
 from onecopy.checkpoint.container import frame
 from onecopy.checkpoint.manifest import Chunk, FileEntry, TensorEntry
 from onecopy.checkpoint.pieces import Piece
@@ -65,24 +66,23 @@ def write_pieces(
 ) -> None:
     """Write `pieces` into the new file `name` and force it to the disk; what was written is added to `written`.
 
-    Data is written straight from the tensors' memory; from an accelerator one box at a time is copied to the host.
+    Data goes from the tensors' memory through a few blocks; from an accelerator one box at a time is copied to the host.
     """
-    checksum, position = 0, 0
-    with open(folder / name, "xb", buffering=0) as file:
+    checksum = 0
+    with BlockWriter(folder / name) as file:
         for piece in pieces:
             entry = written.tensors.setdefault(piece.key, TensorEntry(piece.data.dtype, piece.shape))
             for box_shape, start, data in _boxes_of(piece):
                 content = raw_bytes(data)
                 crc32 = zlib.crc32(content)
                 head, tail = frame(piece.data.dtype, box_shape, crc32)
-                write_all(file.fileno(), [head, content, tail])
-                entry.chunks.append(Chunk(name, position + len(head), start, data.numel(), crc32))
+                entry.chunks.append(Chunk(name, file.position + len(head), start, data.numel(), crc32))
                 checksum = zlib.crc32(tail, zlib.crc32(head, checksum))
-                position += len(head) + len(content) + len(tail)
+                for part in (head, content, tail):
+                    file.write(part)
                 if progress is not None:
-                    progress(position)
-        os.fsync(file.fileno())
-    written.files[name] = FileEntry(position, checksum, rank, host)
+                    progress(file.position)
+    written.files[name] = FileEntry(file.position, checksum, rank, host)
 
 
 def _boxes_of(piece: Piece) -> Iterator[tuple[tuple[int, ...], int, torch.Tensor]]:
