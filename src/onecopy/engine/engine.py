@@ -164,7 +164,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Collective."""
         self._check_states_are_here()
-        with self.timers.phase("forward"), self._autocast(), self.reporter.forward(self):
+        with self.timers.phase("forward"), self._autocast(), self.reporter.forward(self), self.runtime.inside_forward():
             if self.configuration.fp16.enabled and self.configuration.fp16.auto_cast:
                 args, kwargs = _half((args, kwargs))
             if ScaledGradients._scales_exist and torch.is_grad_enabled():

@@ -9,8 +9,8 @@ nodes strictly from the latest created to the earliest (gradient accumulators at
 an earlier call says that all later calls have finished.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,7 @@ class Runtime:
         self.forward_number = 0
         self._sequence = 0
         self._stack: list[Call] = []
+        self._inside = 0  # forwards of the engine under way
         self._task = -1
         self._touched_forwards: set[int] = set()
         self._current: list[tuple[Unit, Slot]] = []  # pinned by the backward of the call under way
@@ -154,12 +155,24 @@ class Runtime:
         self._handles.clear()
 
     # -------------------------------------------------------------------------------------------- forward, model's own
+    @contextmanager
+    def inside_forward(self) -> Iterator[None]:
+        """Around the engine's forward: in it the model may call itself, as `self(batch)` in a Lightning training step does."""
+        if not self._inside and self._stack and not in_backward():
+            self.recover()
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
     def _outer_before(self, module: nn.Module, args: Any) -> None:
         if in_backward():
             return
-        if module is self.model and self._stack:  # an exception left the last forward before its end
+        if module is self.model and self._stack and not self._inside:  # an exception left the last forward before its end
             self.recover()
-        self._push(None).of_model = module is self.model
+        outermost = not self._stack
+        self._push(None).of_model = module is self.model and outermost
 
     def _push(self, unit: Unit | None) -> Call:
         if not self._stack:
