@@ -20,21 +20,11 @@ from onecopy.checkpoint.save import Job, make_temporary, write
 from onecopy.errors import CheckpointError
 from onecopy.observe.log import note
 
-_OPTIONS = frozenset(
-    {
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "amsgrad",
-        "maximize",
-        "momentum",
-        "dampening",
-        "nesterov",
-        "initial_lr",
-        "name",
-    }
-)
+_OPTIONS = frozenset({
+    "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum", "dampening", "nesterov", "initial_lr", "name",
+})  # fmt: skip
+_BOOKKEEPING = state.RESERVED | {"sparse_tensor_module_names", "csr_tensor_module_names"}
+"""What DeepSpeed's model states hold beside the user's client_state."""
 
 
 def import_deepspeed(
@@ -148,7 +138,7 @@ def _common_state(found: DeepSpeedCheckpoint) -> dict[str, Any]:
     ]
     client = {}
     for key, value in states.items():
-        if key not in state.RESERVED:
+        if key not in _BOOKKEEPING:
             try:
                 client[key] = state.plain(_without_inert(value), str(key))
             except CheckpointError:

@@ -1,4 +1,6 @@
-"""How the samples beside this file were made: DeepSpeed 0.19.8 on two CPU ranks trains the tests' small model.
+"""How the samples beside this file were made: DeepSpeed on two CPU ranks trains the tests' small model.
+
+Versions: 0.16.0, 0.17.6 and 0.18.9 where a sample's name says so, 0.19.8 elsewhere; torch 2.13.
 
     DS_ACCELERATOR=cpu python make.py OUT STAGE PRECISION
     DS_ACCELERATOR=cpu python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state \
