@@ -1,7 +1,8 @@
 """Two ranks train and save at every step; they are killed at random moments and started again, and must lose nothing.
 
 Run as a program: `kill_loop.py FOLDER ROUNDS SEED`. A round loads the newest complete checkpoint and compares every loss
-with the uninterrupted run's, to the bit. Ranks are forked, so that a round costs no import.
+with the uninterrupted run's, to the bit; a last one trains to the end. Nothing is tried twice: a rank that does not load, and
+any error that is not a killed peer's, fails the loop. Ranks are forked, so that a round costs no import.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def main() -> int:
     os.close(reading)
     reference = torch.load(folder / "reference.pt")
     run = folder / "run"
+    alone = 0
     for number in range(rounds):
         children, reading = fork_ranks(run, reference, 3 * rounds)
         for _ in range(2):
@@ -94,9 +96,18 @@ def main() -> int:
             for child in children:
                 os.kill(child, signal.SIGKILL)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if 3 in codes:
+        alone += only_one
+        if 3 in codes or (not only_one and 1 in codes):
+            print(f"WRONG: round {number}: exit codes {codes}")
             return 3
-    print(f"{rounds} rounds; reached {sorted(path.name for path in run.iterdir() if not path.name.startswith('.'))}")
+        print(f"round {number}: {'one rank' if only_one else 'both ranks'} killed, exit codes {codes}", flush=True)
+    children, reading = fork_ranks(run, reference, 3 * rounds)
+    os.close(reading)
+    if any(os.waitpid(child, 0)[1] != 0 for child in children):
+        print("WRONG: the run to the end after the last kill")
+        return 3
+    tags = sorted(path.name for path in run.iterdir() if not path.name.startswith("."))
+    print(f"{rounds} rounds, {alone} of them with one rank killed; then trained to step {3 * rounds}; left: {tags}")
     return 0
 
 
