@@ -33,9 +33,12 @@ class Net(pl.LightningModule):
         self.losses: list[float] = []
         self.rates: list[float] = []
 
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(inputs))
+
     def loss(self, batch: Any) -> torch.Tensor:
         inputs, targets = batch
-        return (self.head(self.blocks(inputs)).float() - targets.float()).square().mean()
+        return (self(inputs).float() - targets.float()).square().mean()
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss = self.loss(batch)
@@ -51,7 +54,7 @@ class Net(pl.LightningModule):
         self.log("test_loss", self.loss(batch), sync_dist=True)
 
     def predict_step(self, batch: Any, index: int) -> torch.Tensor:
-        return self.head(self.blocks(batch[0]))
+        return self(batch[0])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
