@@ -154,3 +154,48 @@ def test_what_cannot_be_is_said(world1: World) -> None:
     assert "unit_classes" in no_block
     assert '"selective"' in word and '"selective"' in zero
     assert "layers.1" in itself and "gradient_checkpointing_disable" in itself
+
+
+def own(stage: int, reentrant: bool | None, twice: bool, frozen: bool) -> Any:
+    """Checkpoints that the model itself puts around its blocks and their hooks; `twice` uses the model for two inputs."""
+    model = LanguageModel(frozen=frozen)
+    engine = onecopy.initialize(model=model, config=document(stage))[0]
+    if reentrant:
+        model.words.register_forward_hook(lambda module, args, output: output.requires_grad_())
+    for block in model.layers if reentrant is not None else []:
+        block._call_impl = repeated(block._call_impl, bool(reentrant))  # type: ignore[method-assign]
+    torch.manual_seed(1)
+    losses = []
+    for number in range(2):
+        loss = loss_of(engine, number, engine.global_rank)
+        if twice:
+            loss = loss * loss_of(engine, number + 50, engine.global_rank)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    found = result(engine, losses)
+    engine.destroy()
+    return found[:2]
+
+
+def repeated(call: Any, reentrant: bool) -> Any:
+    return lambda *args, **kwargs: checkpoint(lambda *a: call(*a, **kwargs), *args, use_reentrant=reentrant)
+
+
+def own_ways() -> list[tuple[Any, Any, Any]]:
+    cases = [
+        (stage, twice, frozen) for stage in (3,) for twice, frozen in ((False, False), (True, False), (False, True))
+    ]
+    return [
+        ((*case, reentrant), own(case[0], reentrant, *case[1:]), own(case[0], None, *case[1:]))
+        for case in cases
+        for reentrant in (False, True)
+    ]
+
+
+def test_both_kinds_of_torchs_own_checkpoint(world2: World) -> None:
+    """Also around a model that is used twice in a step, and with a frozen base; sums of two uses come in another order."""
+    for rank in world2.run(own_ways):
+        for case, (losses, norm), (wanted_losses, wanted_norm) in rank:
+            assert losses == pytest.approx(wanted_losses, rel=1e-6), case
+            assert norm == pytest.approx(wanted_norm, rel=1e-5), case
