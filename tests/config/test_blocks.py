@@ -284,6 +284,7 @@ def test_sums_are_refused_at_stage_3() -> None:
         _load(gradient_allreduce_op="sum", zero_optimization={"stage": 3})
 
 
-def test_a_buffer_dtype_warns() -> None:
-    with pytest.warns(ConfigWarning, match="buffers stay"):
-        _load(data_types={"buffer_dtype": "bf16"})
+def test_a_buffer_dtype_is_honoured() -> None:
+    config = _load(data_types={"buffer_dtype": "bf16"})
+    assert config.data_types.buffer_dtype == torch.bfloat16
+    assert any(f.key_path == "data_types.buffer_dtype" and f.verdict == "honoured" for f in config.findings)

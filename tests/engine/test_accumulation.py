@@ -206,6 +206,32 @@ def test_the_tutorials_loop_with_zero_grad(world2: World) -> None:
         assert any("zero_grad() discarded" in text for text in records)
 
 
+def long_window(stage: int, steps: int, managed: bool | None) -> list[str]:
+    """Twice as many forward/backward pairs as a window has before each step()."""
+    engine = start(stage, steps, **({} if managed is None else {"managed_gradient_accumulation": managed}))
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onecopy").addHandler(handler)
+    for number in range(4 * steps):
+        engine.backward(loss_on(engine, number))
+        if (number + 1) % (2 * steps) == 0:
+            engine.step()
+    assert engine.global_steps == 2
+    assert_weights(engine, weights_after(range(2 * steps), range(2 * steps, 4 * steps)))
+    logging.getLogger("onecopy").removeHandler(handler)
+    engine.destroy()
+    return records
+
+
+@pytest.mark.parametrize(("stage", "steps"), [(0, 1), (1, 2), (2, 1), (3, 1)])
+def test_two_pairs_before_one_step_count_as_their_mean(world2: World, stage: int, steps: int) -> None:
+    """Short windows and long ones are means over their micro-batches, where plain torch would add; said once."""
+    said = world2.run(long_window, stage, steps, None)
+    assert len([text for text in said[0] if "mean" in text]) == (steps == 1) and not said[1]
+    assert not world2.run(long_window, stage, steps, False)[0]
+
+
 def boundary_by_hand(stage: int) -> None:
     engine = start(stage, 2)
     ends = [3, 4, 8]

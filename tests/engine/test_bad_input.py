@@ -85,6 +85,7 @@ def start(what: str) -> None:
         "other shapes": lambda: {"model": net(4 + rank), "config": config},
         "other names": lambda: {"model": nn.Sequential(*([nn.Identity()] * rank), *net()), "config": config},
         "other freezing": lambda: {"model": freeze_first(net(), rank == 1), "config": config},
+        "all frozen on one": lambda: {"model": net().requires_grad_(rank == 0), "config": config},
         "other dtype": lambda: {"model": net().to(torch.bfloat16 if rank else torch.float32), "config": config},
     }
     engine, _, _, _ = onecopy.initialize(**calls[what]())
@@ -113,6 +114,7 @@ ERRORS: dict[str, tuple[type[BaseException], str]] = {
     "other shapes": (ModelError, r"ranks built different models.*0\.weight.*\[4, 4\].*\[5, 4\]"),
     "other names": (ModelError, r"ranks built different models.*'0\.weight'.*'1\.weight'"),
     "other freezing": (ModelError, "ranks built different models.*trained.*frozen"),
+    "all frozen on one": (ModelError, "ranks built different models.*trained.*frozen"),
     "other dtype": (ModelError, "ranks built different models.*float32.*bfloat16"),
 }
 

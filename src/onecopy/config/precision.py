@@ -109,7 +109,10 @@ class DataTypesConfig:
         default_word="the compute dtype",
     )
     buffer_dtype: torch.dtype | None = key(
-        None, DType(), "buffers stay in the type they have", verdict="ignored", default_word="left as they are"
+        None,
+        DType(),
+        "floating-point buffers are cast to this type, rotary tables too",
+        default_word="left as they are",
     )
     keep_in_fp32_modules: str | tuple[str, ...] = key(
         "auto",
@@ -133,7 +136,6 @@ class TorchAutocastConfig:
     lower_precision_safe_modules: tuple[str, ...] | None = key(
         None,
         Names(),
-        "autocast is on in modules of these classes only",
-        verdict="ignored",
-        default_word="torch's own choice",
+        "parameters of modules of these classes are gathered and reduced in autocast's type, in which they are used anyway",
+        default_word="none",
     )

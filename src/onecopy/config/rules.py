@@ -127,10 +127,6 @@ def round_log2(scale: float) -> int:
 
 
 def _param_dtype(config: Config, diagnosis: Diagnosis) -> None:
-    buffers = config.data_types.buffer_dtype
-    if buffers is not None:
-        text = "has no effect: buffers stay in the type they have; cast them in the model"
-        diagnosis.note("data_types.buffer_dtype", str(buffers)[6:], text, warn=True)
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != config.compute_dtype:
         mode = {"torch.float16": '"fp16": {"enabled": true}', "torch.bfloat16": '"bf16": {"enabled": true}'}

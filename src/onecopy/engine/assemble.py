@@ -1,6 +1,6 @@
 """From a model, an optimizer and a configuration to the engine's parts: which parameters are trained, in what dtype, where."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from onecopy.comm import Communicator
 from onecopy.config import Config
+from onecopy.engine.dtypes import compute_dtype_rule
 from onecopy.errors import ModelError
 from onecopy.layout import Placement
 from onecopy.observe.log import note
@@ -129,28 +130,6 @@ def check_free(model: nn.Module, group_of: dict[int, int]) -> None:
                 f"parameter '{name}' already belongs to another engine (as '{home.name}'); "
                 "one parameter can be trained by one engine: put both models into one module, or share a frozen copy"
             )
-
-
-def compute_dtype_rule(model: nn.Module, config: Config) -> Callable[[str, nn.Parameter], torch.dtype]:
-    """The dtype a parameter is used in: the configured one, but for integers and modules kept in fp32."""
-    kept = config.data_types.keep_in_fp32_modules
-    patterns: tuple[str, ...] = (
-        tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-        + tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-        if kept == "auto"
-        else tuple(kept)
-    )
-    low = config.compute_dtype if (config.fp16.enabled or config.bf16.enabled) else None
-
-    def rule(name: str, parameter: nn.Parameter) -> torch.dtype:
-        if not parameter.dtype.is_floating_point or low is None:
-            return parameter.dtype
-        parts = name.split(".")
-        if any(pattern in parts or name.startswith(pattern + ".") for pattern in patterns):
-            return torch.float32
-        return low
-
-    return rule
 
 
 def unit_rules(config: Config) -> UnitRules:

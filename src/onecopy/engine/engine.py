@@ -17,6 +17,7 @@ from onecopy.engine.answers import Answers
 from onecopy.engine.attributes import mark_parameters
 from onecopy.engine.blocks import BlockMethods
 from onecopy.engine.contract import Contract
+from onecopy.engine.dtypes import move_buffers
 from onecopy.engine.persistence import Persistence
 from onecopy.engine.reporting import Reporter
 from onecopy.engine.scaling import ScaledGradients
@@ -93,8 +94,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         assemble.check_free(self.module, trained.group_of)
         for parameter in self.module.parameters():
             parameter.grad = None  # of a backward before this engine: no step of its own would ever clear it
-        for tensor in self.module.buffers():
-            tensor.data = tensor.data.to(self.device)
+        move_buffers(self.module, self.configuration, self.device)
         if changed:
             self.reporter.say("ranks started with different weights; rank 0's were sent to all of them")
         inner = trained.optimizer
@@ -253,6 +253,12 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
                 f"step() is called once after {self.window.steps} micro-batches, not after each one; "
                 "onecopy updates the weights at each such call. "
                 'Write "managed_gradient_accumulation": false into the configuration to settle it.',
+            )
+        elif boundary and batches > self.window.steps and self.window.managed is not False and self.window.forced is None:
+            log_once(
+                ("long window", id(self)),
+                f"{batches} forward/backward pairs came before one step(), and gradient_accumulation_steps is {self.window.steps}; "
+                f"the update uses their mean, where plain PyTorch sums: multiply the losses by {batches} for the sum.",
             )
         self.window.step_called(boundary, batches)
         if not boundary:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from onecopy.engine.assemble import compute_dtype_rule
+from onecopy.engine.dtypes import compute_dtype_rule
 from onecopy.errors import ModelError
 from onecopy.optim.across_shards import AcrossShards
 from onecopy.sharding import BuildRules, FlatBuffer, Unit, build_unfrozen
