@@ -5,9 +5,10 @@
         --output_dir runs/hf --max_steps 60 --per_device_train_batch_size 8 --learning_rate 3e-3 --report_to none
 
 Without --model a small Llama learns the bytes of the text from random weights; with --model FOLDER that model and its
-tokenizer are fine-tuned. All options of TrainingArguments are there, --resume_from_checkpoint among them.
+tokenizer are fine-tuned (smollm2_folder.py makes one of a real model). All options of TrainingArguments are there, --resume_from_checkpoint among them.
 """
 
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Options:
     text: str = str(Path(__file__).parents[1] / "README.md")
     model: str | None = None
     context: int = 64
+    held_out: int | None = None  # examples for evaluation; default a tenth of the text
 
 
 def model_and_tokens(options: Options) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -57,7 +59,7 @@ def main() -> None:
     model, tokens = model_and_tokens(options)
     rows = tokens[: tokens.numel() // options.context * options.context].view(-1, options.context)
     examples = [{"input_ids": row, "labels": row} for row in rows]
-    held_out = max(1, len(examples) // 10)
+    held_out = options.held_out or max(1, len(examples) // 10)
     trainer = Trainer(
         model=model, args=arguments, train_dataset=examples[:-held_out], eval_dataset=examples[-held_out:]
     )
@@ -65,6 +67,7 @@ def main() -> None:
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     if trainer.is_world_process_zero():
+        print(f"most memory of rank 0's process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
         print(f"evaluation loss {loss:.4f} after {trainer.state.global_step} steps; saved in {arguments.output_dir}")
 
 

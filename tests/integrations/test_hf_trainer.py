@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 RUNS = str(Path(__file__).with_name("hf_runs.py"))
+PRECISIONS = str(Path(__file__).with_name("hf_precisions.py"))
 
 
 def results(folder: Path, *words: str) -> list[dict[str, Any]]:
@@ -97,6 +98,23 @@ def test_pretrained_resized_generating_with_the_best_model_at_the_end(tmp_path: 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "DONE" in done.stdout
+
+
+@pytest.mark.slow
+def test_bf16_and_fp16_on_cpu_ranks_train_near_fp32_and_load_the_best_model(tmp_path: Path) -> None:
+    script = (
+        f"import runpy, sys; sys.path.insert(1, {str(ROOT)!r}); runpy.run_path({PRECISIONS!r}, run_name='__main__')"
+    )
+    (tmp_path / "script.py").write_text(script)
+    found = results(tmp_path, "-m", "onecopy", "run", "--nproc", "2", "--force", "script.py")
+    full, bf16, fp16 = found[:3]
+    assert [run["computed in"] for run in found[:3]] == ["torch.float32", "torch.bfloat16", "torch.float16"]
+    for run in found:
+        assert run["saved in"] == run["computed in"]
+        assert run["losses"] == pytest.approx(full["losses"], rel=0.01)
+        assert run["evaluation"] == pytest.approx(run["best"], rel=1e-6)
+    for low, high in zip((full, bf16, fp16), found[3:], strict=True):
+        assert high["losses"] == pytest.approx(low["losses"], rel=1e-5)  # stage 3 as stage 2
 
 
 @pytest.mark.slow
