@@ -69,7 +69,7 @@ def restore_groups(engine: Engine, saved: list[dict[str, Any]]) -> None:
 
 
 def restore_states(engine: Engine, reader: RangeReader) -> None:
-    """Replace all optimizer state by the checkpoint's. A parameter without state in it starts without."""
+    """Replace all optimizer state by the checkpoint's, in the memory it has. A parameter without state in it starts without."""
     optimizer = engine.basic_optimizer
     assert optimizer is not None
     keys = reader.manifest.state_keys()
@@ -82,13 +82,18 @@ def restore_states(engine: Engine, reader: RangeReader) -> None:
         if place.overlap(run.start, run.stop)
     }
     numbers = {name: _numbers(reader, states) for name, states in keys.items() if name in here}
-    optimizer.state.clear()
     for flat in flat_buffers(engine):
         kinds = {repr(sorted(numbers.get(name, {}).items())) for name in flat.names if name in here}
         if flat.trainable and len(kinds) > 1:
             engine.masters.separate(set(flat.names))
+    live = {id(run.master) for run in engine.masters.runs}
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) not in live]:
+        del optimizer.state[parameter]
     for run in engine.masters.runs:
-        state = _state_of(run, keys, numbers, reader)
+        old = optimizer.state.pop(run.master, {})
+        state = _state_of(run, keys, numbers, reader, old)
+        if not state and not any(place.overlap(run.start, run.stop) for place in run.flat.layout.ranges):
+            state = old  # padding alone, of which no checkpoint knows
         if state:
             optimizer.state[run.master] = state
 
@@ -106,9 +111,15 @@ def _numbers(reader: RangeReader, states: dict[str, str]) -> dict[str, Any]:
 
 
 def _state_of(
-    run: Run, keys: dict[str, dict[str, str]], numbers: dict[str, dict[str, Any]], reader: RangeReader
+    run: Run,
+    keys: dict[str, dict[str, str]],
+    numbers: dict[str, dict[str, Any]],
+    reader: RangeReader,
+    old: dict[str, Any],
 ) -> dict[str, Any]:
+    """A run's state, read into the tensors of its `old` one where they fit: new memory costs as much time as the reading."""
     state: dict[str, Any] = {}
+    filled: dict[str, int] = {}  # end of what has been read; what lies between is set to zero
     for place in run.flat.layout.ranges:
         part = place.overlap(run.start, run.stop)
         if part is None or place.name not in keys:
@@ -123,10 +134,23 @@ def _state_of(
                     f"'{key}' has shape {list(reader.entry(key).shape)} and the parameter {list(place.shape)}"
                 )
             if name not in state:
-                state[name] = torch.zeros_like(run.master.detach())
+                state[name] = _room(run, old.get(name))
             offset = place.start + low - run.start
-            reader.read(key, low, state[name][offset : offset + high - low])
+            state[name][filled.get(name, 0) : offset] = 0
+            filled[name] = offset + high - low
+            reader.read(key, low, state[name][offset : filled[name]])
+    for name, end in filled.items():
+        state[name][end:] = 0
     return state
+
+
+def _room(run: Run, old: Any) -> torch.Tensor:
+    """A tensor of one element for each of the run's: the old one, if it is such a one."""
+    master = run.master.detach()
+    if isinstance(old, torch.Tensor) and old.is_contiguous():
+        if (old.shape, old.dtype, old.device) == (master.shape, master.dtype, master.device):
+            return old.detach()
+    return torch.empty_like(master)
 
 
 def _number(saved: Any, reader: RangeReader, key: str, run: Run) -> Any:
