@@ -258,6 +258,23 @@ def test_inputs_are_shared_out_over_the_model_parallel_ranks(world4: World) -> N
                 assert (peak, now) == (whole / 2, 0)
 
 
+def configured_first() -> tuple[float, bool]:
+    mpu = Mpu()
+    checkpointing.configure(None, partition_activations=True)  # as Megatron's scripts do, before initialize
+    engine = engine_for(1, mpu, checkpointing.checkpoint)
+    held = settings.current().storage.held
+    train(engine, range(1))
+    engine.destroy()
+    mpu.close()
+    kept = checkpointing.is_configured() and settings.current().ranks is None
+    settings._current = settings.Settings()
+    return held.peak, kept
+
+
+def test_configure_before_initialize_is_kept(world4: World) -> None:
+    assert world4.run(configured_first) == [(3 * 5 * WIDTH * 4 / 2, True)] * 4
+
+
 def different() -> str:
     mpu = Mpu()
     checkpointing.configure(mpu, partition_activations=True)

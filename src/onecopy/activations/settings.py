@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,14 +21,16 @@ class Settings:
 
     Attributes:
         block: what was asked for.
-        owner: who asked; None: a call of `configure`.
+        owner: the engine whose block or ranks these are, if any.
+        configured: whether `configure` or an engine's block put the block in force; `by_engine`: the latter.
         storage: where inputs wait; `profile`: what times them, if asked for.
     """
 
     block: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     ranks: ModelParallel | None = None
-    owner: object = None
+    owner: weakref.ref[object] | None = None
     configured: bool = False
+    by_engine: bool = False
     storage: Storage = field(default_factory=Storage)
     profile: Profile | None = None
 
@@ -47,20 +50,28 @@ def current() -> Settings:
     return _current
 
 
-def apply(
-    block: ActivationCheckpointingConfig, ranks: ModelParallel | None, owner: object = None, configured: bool = True
-) -> Settings:
-    """Put a configuration in force. Not collective."""
+def apply(block: ActivationCheckpointingConfig, ranks: ModelParallel | None, owner: object = None) -> None:
+    """Put a configuration in force, an engine's where one is given. Not collective."""
     global _current
-    _current = Settings(block, ranks if ranks is not None else _current.ranks, owner, configured)
-    return _current
+    if owner is None:
+        _current = Settings(block, ranks if ranks is not None else _current.ranks, _current.owner, True)
+    else:
+        _current = Settings(block, ranks, weakref.ref(owner), True, by_engine=True)
+
+
+def know_ranks(ranks: ModelParallel, owner: object) -> None:
+    """An engine without a block has model-parallel ranks: what `configure` said, before or later, may be about them."""
+    global _current
+    if _current.ranks is None:
+        _current = Settings(_current.block, ranks, weakref.ref(owner), _current.configured)
 
 
 def forget(owner: object) -> None:
-    """Take back what `owner` has put in force, unless something else was put in force since."""
+    """An engine is gone: its block and its ranks are too; what `configure` said stays."""
     global _current
-    if _current.owner is owner:
-        _current = Settings()
+    if _current.owner is not None and _current.owner() is owner:
+        said = _current.configured and not _current.by_engine
+        _current = Settings(_current.block, configured=True) if said else Settings()
 
 
 def configure(
@@ -109,12 +120,12 @@ def _block(source: Any) -> ActivationCheckpointingConfig:
 
 def set_num_layers(count: int) -> None:
     """Say how many checkpoints are alive at a time: the size of the contiguous buffers."""
-    apply(replace(_current.block, number_checkpoints=count), None, _current.owner)
+    apply(replace(_current.block, number_checkpoints=count), None)
 
 
 def partition_activations_in_checkpoint(partition: bool) -> None:
     """Switch the partitioning of inputs on or off; the rest of the configuration stays."""
-    apply(replace(_current.block, partition_activations=bool(partition)), None, _current.owner)
+    apply(replace(_current.block, partition_activations=bool(partition)), None)
 
 
 def is_configured() -> bool:

@@ -101,10 +101,14 @@ class BlockMethods:
         written = any(
             finding.key_path.startswith("activation_checkpointing.") for finding in self.configuration.findings
         )
-        if written or model_parallel is not None:
+        if written:
             from onecopy.activations.settings import apply
 
-            apply(block, model_parallel, owner=self, configured=written)
+            apply(block, model_parallel, owner=self)
+        elif model_parallel is not None:
+            from onecopy.activations.settings import know_ranks
+
+            know_ranks(model_parallel, self)
         how = self.configuration.onecopy.checkpoint_activations
         if how != "none":
             self.checkpoint_activations(how)
