@@ -12,20 +12,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from onecopy.checkpoint import folder
+from onecopy.checkpoint.block_writer import BlockWriter
 from onecopy.checkpoint.manifest import Manifest, ModelEntry, dtype_of
 from onecopy.checkpoint.meeting import Meeting
 from onecopy.checkpoint.pieces import flat_buffers, model_entries, model_pieces
 from onecopy.checkpoint.reader import RangeReader
 from onecopy.checkpoint.save import companions, raise_first, timeout_of
 from onecopy.checkpoint.weight_files import RangeWriter, Weight, WeightFiles, bytes_of, former_files, plan_files
+from onecopy.checkpoint.writer import raw_bytes
 from onecopy.errors import CheckpointError
 from onecopy.observe.log import warn
 
 if TYPE_CHECKING:
     from onecopy.engine import Engine
 
-_BLOCK = 4 << 20  # elements read at a time
-_THREADS = 4
+_BLOCK = 1 << 20  # elements read at a time: few enough to stay in the processor's cache
+_FILES = 2  # written at a time
 _BESIDE = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "chat_template.jinja", "preprocessor_config.json",
@@ -163,7 +165,7 @@ def export(
 ) -> list[Path]:
     """Write the weights of a checkpoint as files that vLLM, transformers and safetensors open.
 
-    Holds a few blocks of 16 MiB at a time, whatever the model's size. Needs no process group.
+    Holds a few blocks of 8 MiB a file at a time, whatever the model's size. Needs no process group.
 
     Args:
         checkpoint: a folder of checkpoints (then `tag` says which, default the newest) or of one.
@@ -179,10 +181,14 @@ def export(
     kind = torch_dtype(dtype)
     weights = weights_of(manifest.model, kind, exclude_frozen_parameters)
     files = plan_files(out, weights, name, bytes_of(max_shard_size))
-    _create(files)
+    folder.make_folder(out)
+    files.discard()  # what a killed export left
     try:
         fill(files, weights, path, manifest)
         files.finish(former_files(out, name))
+    except OSError as error:
+        files.discard()
+        raise CheckpointError(f"nothing was exported to {out}: {error.strerror or error}") from error
     except BaseException:
         files.discard()
         raise
@@ -191,21 +197,35 @@ def export(
 
 
 def fill(files: WeightFiles, weights: Iterable[Weight], path: Path, manifest: Manifest) -> None:
-    """Copy the tensor data of a checkpoint into the files, several tensors at a time."""
+    """Write the files front to back out of a checkpoint's tensors, up to two files at a time."""
+    inside: dict[str, list[tuple[int, Weight]]] = {name: [] for name in files.pieces}
+    for weight in weights:
+        file, position = files.places[weight.name]
+        inside[file].append((position, weight))
 
-    def one(weight: Weight) -> None:
-        with RangeReader(path, manifest) as reader, RangeWriter(files) as writer:
-            key = f"model.{weight.name}"
-            total = weight.record.numel
-            stored = reader.entry(key).dtype if total else weight.dtype
-            buffer = torch.empty(min(_BLOCK, total), dtype=stored)
-            for start in range(0, total, _BLOCK):
-                block = buffer[: min(_BLOCK, total - start)]
-                reader.read(key, start, block)
-                writer.write(weight, start, block)
+    def one(file: str) -> None:
+        parts: list[tuple[int, int, bytes | Weight]] = [(at, 0, content) for at, content in files.pieces[file]]
+        parts += [(at, 1, weight) for at, weight in inside[file] if weight.record.nbytes]
+        with RangeReader(path, manifest) as reader, BlockWriter(files.temporary(file)) as out:
+            for position, _, part in sorted(parts, key=lambda each: each[:2]):
+                assert out.position == position, f"{file} has a gap at {out.position}"
+                if isinstance(part, bytes):
+                    out.write(part)
+                else:
+                    _copy(part, reader, out)
 
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        list(pool.map(one, weights))
+    with ThreadPoolExecutor(min(_FILES, os.cpu_count() or 1)) as pool:
+        list(pool.map(one, files.pieces))
+
+
+def _copy(weight: Weight, reader: RangeReader, out: BlockWriter) -> None:
+    """Append one tensor, in the dtype asked for, some elements at a time."""
+    key, total = f"model.{weight.name}", weight.record.numel
+    buffer = torch.empty(min(_BLOCK, total), dtype=reader.entry(key).dtype)
+    for start in range(0, total, _BLOCK):
+        block = buffer[: min(_BLOCK, total - start)]
+        reader.read(key, start, block)
+        out.write(raw_bytes(block.to(weight.dtype)))
 
 
 def find(checkpoint: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, Manifest]:

@@ -147,10 +147,9 @@ def _state_of(
 def _room(run: Run, old: Any) -> torch.Tensor:
     """A tensor of one element for each of the run's: the old one, if it is such a one."""
     master = run.master.detach()
-    if isinstance(old, torch.Tensor) and old.is_contiguous():
-        if (old.shape, old.dtype, old.device) == (master.shape, master.dtype, master.device):
-            return old.detach()
-    return torch.empty_like(master)
+    wanted = (master.shape, master.dtype, master.device)
+    fits = isinstance(old, torch.Tensor) and old.is_contiguous() and (old.shape, old.dtype, old.device) == wanted
+    return old.detach() if fits else torch.empty_like(master)
 
 
 def _number(saved: Any, reader: RangeReader, key: str, run: Run) -> Any:

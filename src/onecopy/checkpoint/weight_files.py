@@ -61,10 +61,14 @@ class WeightFiles:
     places: dict[str, tuple[str, int]] = field(default_factory=dict)
     others: dict[str, bytes] = field(default_factory=dict)
 
+    def temporary(self, name: str) -> Path:
+        """Where a file is written before it gets its name."""
+        return self.folder / f".writing-{name}"
+
     def create(self) -> None:
         """Make the files with all but the tensor data, under temporary names."""
         for name, pieces in self.pieces.items():
-            with open(self.folder / _temporary(name), "wb") as file:
+            with open(self.temporary(name), "wb") as file:
                 file.truncate(self.sizes[name])
                 for position, content in pieces:
                     file.seek(position)
@@ -73,12 +77,12 @@ class WeightFiles:
     def finish(self, replaces: Sequence[str] = ()) -> None:
         """Give the filled files their names, and delete those that a former export left under `replaces`."""
         for name in self.pieces:
-            with open(self.folder / _temporary(name), "rb") as file:
+            with open(self.temporary(name), "rb") as file:
                 os.fsync(file.fileno())
-            os.replace(self.folder / _temporary(name), self.folder / name)
+            os.replace(self.temporary(name), self.folder / name)
         for name, content in self.others.items():
-            (self.folder / _temporary(name)).write_bytes(content)
-            os.replace(self.folder / _temporary(name), self.folder / name)
+            self.temporary(name).write_bytes(content)
+            os.replace(self.temporary(name), self.folder / name)
         for name in replaces:
             if name not in self.pieces and name not in self.others:
                 (self.folder / name).unlink(missing_ok=True)
@@ -86,7 +90,7 @@ class WeightFiles:
 
     def discard(self) -> None:
         for name in self.pieces:
-            (self.folder / _temporary(name)).unlink(missing_ok=True)
+            self.temporary(name).unlink(missing_ok=True)
 
 
 class RangeWriter:
@@ -107,7 +111,7 @@ class RangeWriter:
         """Write flat `data` as elements from `start` on of a tensor, cast block by block."""
         file, position = self.files.places[weight.name]
         if file not in self._descriptors:
-            self._descriptors[file] = os.open(self.files.folder / _temporary(file), os.O_WRONLY)
+            self._descriptors[file] = os.open(self.files.temporary(file), os.O_WRONLY)
         position += start * weight.dtype.itemsize
         for low in range(0, data.numel(), _BLOCK):
             content = raw_bytes(data[low : low + _BLOCK].to(weight.dtype))
@@ -115,10 +119,6 @@ class RangeWriter:
                 count = os.pwrite(self._descriptors[file], content, position)
                 position += count
                 content = content[count:]
-
-
-def _temporary(name: str) -> str:
-    return f".writing-{name}"
 
 
 # ------------------------------------------------------------------------------------------------------------- layouts
