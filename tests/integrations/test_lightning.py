@@ -122,6 +122,35 @@ def test_manual_optimization_sums_losses_as_torch_does() -> None:
         assert ours["weights"] == pytest.approx(plain["weights"], **CLOSE)
 
 
+class Late(Net):
+    """Builds its blocks when the strategy lets it: sharded from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            torch.manual_seed(self.trainer.global_rank)  # rank 0's weights count
+            self.blocks = torch.nn.Sequential(
+                *[torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(3)]
+            )
+            self.elements = sum(type(p) is torch.nn.Parameter for p in self.blocks.parameters())
+
+
+def late_runs() -> list[dict[str, Any]]:
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    runs = [fit(s, model=Late(), max_epochs=1) for s in ("ddp", OneCopyStrategy(config=config))]
+    return [{**numbers(run), "whole": run["model"].elements} for run in runs]
+
+
+def test_configure_model_builds_sharded_at_stage_3() -> None:
+    for plain, ours in on_two_ranks(late_runs):
+        assert (plain["whole"], ours["whole"]) == (6, 0)
+        assert ours["losses"] == pytest.approx(plain["losses"], **CLOSE)
+        assert ours["weights"] == pytest.approx(plain["weights"], **CLOSE)
+
+
 class NoClipping(Net):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None

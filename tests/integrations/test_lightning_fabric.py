@@ -38,7 +38,8 @@ def accumulate(strategy: Any, precision: Any = "32-true") -> dict[str, Any]:
     """Two backwards a step, the first without communication, clipped; a second module for inference."""
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=precision)
     fabric.launch()
-    model = Net()
+    with fabric.init_module():
+        model = Net()
     module, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.02))
     module.mark_forward_method("loss")
     teacher = Net()

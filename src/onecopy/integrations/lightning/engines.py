@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from onecopy.comm import connect
-from onecopy.config import load
-from onecopy.engine import Engine
+from onecopy.engine import Engine, start
 from onecopy.engine.handover import engine_of, give_up, remember
 from onecopy.observe.log import keep_quiet
 
 
 def make_engine(module: nn.Module, config: dict[str, Any], device: torch.device, optimizer: Any = None) -> Engine:
     """Shard `module` over all ranks on `device`. Collective."""
-    resolved = load(config, world_size=dist.get_world_size())
-    communicator = connect(None, device, resolved.onecopy.timeout_seconds)
-    try:
-        engine = Engine(module, resolved, communicator, optimizer)
-    except BaseException:
-        communicator.close()
-        raise
+    with _on(device):
+        engine, *_ = start.initialize(model=module, config=config, optimizer=optimizer, dist_init_required=False)
+    engine.lr_scheduler = None  # Lightning steps its schedulers itself
     remember(engine)
-    keep_quiet(("scheduler not given", id(engine)))  # Lightning saves its schedulers itself
+    keep_quiet(("scheduler not given", id(engine)))  # and saves them
     return engine
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Let engines be made on the device that Lightning chose, which may be the CPU beside a GPU."""
+    before: Any = vars(start)["default_device"]
+    setattr(start, "default_device", lambda: device)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(start, "default_device", before)  # noqa: B010
 
 
 def release(module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from onecopy.engine import Engine
 from onecopy.errors import CheckpointError, ModelError
+from onecopy.init import Init
 from onecopy.integrations.lightning import settings
 from onecopy.integrations.lightning.checkpoints import TAG, find_folder, read_single_file
 from onecopy.integrations.lightning.engines import make_engine
@@ -97,11 +98,15 @@ class OneCopyFabricStrategy(fabric_module("strategies.ddp").DDPStrategy):  # typ
         return engine
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """At stage 3 a module is built on the CPU, for the whole of it may not fit on a device."""
+        """Around `fabric.init_module()`: at stage 3 a module is sharded as it is built. Collective there."""
         if self.stage == 3:
-            return nullcontext()
+            return self.module_sharded_context()
         context: AbstractContextManager[Any] = super().module_init_context(empty_init=empty_init)
         return context
+
+    def module_sharded_context(self) -> AbstractContextManager[Any]:
+        """As `module_init_context`, without devices and dtypes."""
+        return _Sharding(self.stage == 3, "cpu" if self.root_device.type == "cpu" else None)
 
     # ---------------------------------------------------------------------------------------------------------- training
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, **kwargs: Any) -> None:
@@ -225,6 +230,21 @@ class OneCopyFabricStrategy(fabric_module("strategies.ddp").DDPStrategy):  # typ
             strategy_registry.register(
                 f"onecopy_stage_{stage}", cls, description=f"onecopy, ZeRO stage {stage}", stage=stage
             )
+
+
+class _Sharding:
+    """`onecopy.zero.Init`, made when it is entered, since making it is collective."""
+
+    def __init__(self, enabled: bool, remote_device: str | None) -> None:
+        self.enabled = enabled
+        self.remote_device = remote_device
+
+    def __enter__(self) -> None:
+        self.context = Init(enabled=self.enabled, remote_device=self.remote_device)
+        self.context.__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        self.context.__exit__(*details)
 
 
 class _NoSync(_BackwardSyncControl):  # type: ignore[misc]

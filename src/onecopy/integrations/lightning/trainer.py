@@ -12,6 +12,7 @@ import torch
 from onecopy.engine import Engine
 from onecopy.engine.handover import engine_of
 from onecopy.errors import ModelError
+from onecopy.init import Init
 from onecopy.integrations.lightning import settings
 from onecopy.integrations.lightning.checkpoints import TAG, find_folder, read_single_file
 from onecopy.integrations.lightning.engines import make_engine, release
@@ -143,7 +144,7 @@ class OneCopyStrategy(trainer_module("strategies.ddp").DDPStrategy):  # type: ig
         engine = make_engine(module, document, self.root_device, optimizer)
         settled = engine.configuration.scheduler
         if settled is not None and not schedulers:
-            made = build_scheduler(settled.type, dict(settled.params), engine.optimizer)
+            made = build_scheduler(settled.type, dict(settled.params), engine.basic_optimizer)
             schedulers = [_LRSchedulerConfig(made, interval="step")]
         if engine.scaler is not None:
             for entry in schedulers:
@@ -160,6 +161,12 @@ class OneCopyStrategy(trainer_module("strategies.ddp").DDPStrategy):  # type: ig
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """At stage 3 a module is built on the CPU, for the whole of it may not fit on a device."""
         with nullcontext() if self.stage == 3 else super().tensor_init_context(empty_init=empty_init):
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Around `configure_model`: at stage 3 what is built there is sharded as it is built."""
+        with Init(enabled=self.stage == 3, remote_device="cpu" if self.root_device.type == "cpu" else None):
             yield
 
     # ---------------------------------------------------------------------------------------------------------- training
