@@ -34,6 +34,6 @@ def __getattr__(name: str) -> Any:
     """The engine is imported when it is asked for: the command line's help and `onecopy check` need no torch."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    if name in ("checkpointing", "utils", "zero"):
+    if name in ("checkpointing", "optim", "utils", "zero"):
         return import_module(f"onecopy.{name}")
     raise AttributeError(f"module 'onecopy' has no attribute '{name}'")

@@ -55,7 +55,7 @@ class ParkedStates:
                     seen.add(storage._cdata)
                     self._copies.append(_emptied(tensor, needed, pin_memory, non_blocking))
         if self.engine.device.type != "cpu":
-            torch.accelerator.synchronize()  # the copies must be complete before their sources' memory is used again
+            torch.accelerator.empty_cache()  # the room is meant for others
 
     def bring_back(self, non_blocking: bool) -> None:
         """Give every storage its bytes again."""

@@ -41,10 +41,10 @@ class ParameterSums:
         self._blocks: dict[int, torch.Tensor] = {}
         self.count = 0
         for flat in masters.flats:
-            numbers = torch.arange(self.count, self.count + len(flat.names))
             sizes = [(r.aligned_stop - r.start) // ALIGNMENT for r in flat.layout.ranges]
             sizes[-1] += flat.numel // ALIGNMENT - sum(sizes)  # the end padding, which is zero
-            of_blocks = numbers.repeat_interleave(torch.tensor(sizes))
+            # Sizes as plain integers: in a rehearsal tensors have no values.
+            of_blocks = torch.cat([torch.full((size,), self.count + place) for place, size in enumerate(sizes)])
             if not flat.optimizer_whole:
                 of_blocks = of_blocks[flat.own.start // ALIGNMENT : flat.own.stop // ALIGNMENT]
             self._blocks[flat.key] = of_blocks.to(communicator.device)

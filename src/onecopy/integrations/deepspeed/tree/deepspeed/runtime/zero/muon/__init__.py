@@ -1,0 +1,1 @@
+"""Muon by its place in DeepSpeed's tree."""
