@@ -39,7 +39,8 @@ class Persistence:
         """Save the whole training state into the folder `save_dir/tag`; any stage and world size can load it.
 
         A checkpoint is there completely or not at all. With `checkpoint.async` the call returns when the shards are
-        copied. Model-parallel ranks save their parts into folders of their own, `save_dir/mp_rank_00` and so on. In the middle of a window the gradients so far are not part of it.
+        copied. Model-parallel ranks save their parts into folders of their own, `save_dir/mp_rank_00` and so on. In the
+        middle of a window the gradients so far are not part of it.
 
         Args:
             tag: name of the checkpoint; default "global_step" and the number of steps.

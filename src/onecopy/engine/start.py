@@ -145,7 +145,9 @@ def _told_of_ranks(config: Config, model_parallel: ModelParallel | None) -> Conf
     path = "activation_checkpointing.partition_activations"
     text = "initialize was given no mpu with a model-parallel group of several ranks, so there is nothing to partition"
     note(f"{path}: {text}")
-    findings = (replace(one, verdict="ignored", message=text) if one.key_path == path else one for one in config.findings)
+    findings = (
+        replace(one, verdict="ignored", message=text) if one.key_path == path else one for one in config.findings
+    )
     return replace(config, findings=tuple(findings))
 
 
