@@ -211,14 +211,8 @@ class Manifest:
         self, folder: Path, files: Iterable[str] | None = None, progress: Callable[[int], None] | None = None
     ) -> list[str]:
         """What is wrong with the files (default: all): one sentence each, naming file and cause. Reads every byte once."""
-        found = []
-        inside: dict[str, list[tuple[Chunk, str, int]]] = {}
-        for key, entry in self.tensors.items():
-            for chunk in entry.chunks:
-                inside.setdefault(chunk.file, []).append((chunk, key, chunk.numel * entry.dtype.itemsize))
-        for name in self.files if files is None else files:
-            found += _problems_of(folder / name, self.files[name], inside.get(name, []), progress)
-        return found
+        names = self.files if files is None else files
+        return file_problems(folder, {name: self.files[name] for name in names}, self.tensors, progress)
 
 
 _PLAIN = (
@@ -233,6 +227,21 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise CheckpointError(f"this torch knows no dtype '{name}'")
     return found
+
+
+def file_problems(
+    folder: Path,
+    files: dict[str, FileEntry],
+    tensors: dict[str, TensorEntry],
+    progress: Callable[[int], None] | None = None,
+) -> list[str]:
+    """What is wrong with some of a checkpoint's files: one sentence each. Reads every byte of them once."""
+    inside: dict[str, list[tuple[Chunk, str, int]]] = {name: [] for name in files}
+    for key, entry in tensors.items():
+        for chunk in entry.chunks:
+            if chunk.file in inside:
+                inside[chunk.file].append((chunk, key, chunk.numel * entry.dtype.itemsize))
+    return [each for n, entry in files.items() for each in _problems_of(folder / n, entry, inside[n], progress)]
 
 
 def _problems_of(

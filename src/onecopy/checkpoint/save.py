@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onecopy.checkpoint import dcp, folder, manifest, random_state, state
-from onecopy.checkpoint.manifest import Manifest, ModelEntry
+from onecopy.checkpoint.manifest import Manifest, ModelEntry, file_problems
 from onecopy.checkpoint.meeting import Meeting
 from onecopy.checkpoint.pieces import Piece, model_entries, model_pieces, optimizer_pieces
 from onecopy.checkpoint.writer import Written, write_file, write_pieces
@@ -42,6 +42,7 @@ class Job:
         directory: the folder of checkpoints.
         temporary: name of the folder written into.
         members: the ranks that see the same folder as this one; the lowest leads.
+        reads_back: compare every byte with its checksum before the checkpoint takes its place.
     """
 
     meeting: Meeting
@@ -59,6 +60,7 @@ class Job:
     moves_latest: bool
     keep_last: int | None
     companions: dict[str, bytes] = field(default_factory=dict)
+    reads_back: bool = False
 
     @property
     def leads(self) -> bool:
@@ -159,7 +161,7 @@ class Saver:
         own = state.to_bytes({"random": random_state.random_state(engine.device)})
         return Job(
             meeting, directory, tag_text, temporary, members, pieces + states, values, numbers, common, own, model_entries(engine), head,
-            save_latest, zero.checkpoint.keep_last, companions(engine),
+            save_latest, zero.checkpoint.keep_last, companions(engine), zero.checkpoint.verify_after_save,
         )  # fmt: skip
 
     def _agreed_tag(self, asked: list[str]) -> str:
@@ -255,6 +257,7 @@ def write(job: Job) -> None:
             path, f"__{meeting.rank}_0.distcp", job.pieces, written, meeting.rank, host, lambda _: meeting.beat()
         )
         write_file(path, random_state.file_name(meeting.rank), job.own_state, written, meeting.rank, host)
+        _read_back(job, written, list(written.files))
     except Exception as error:
         problem = _cause(error, path)
     meeting.publish("files", {"problem": problem, "written": written.to_plain()})
@@ -266,6 +269,15 @@ def write(job: Job) -> None:
         raise CheckpointError(
             f"checkpoint '{job.tag}' was not saved: {answer['problem']}; {folder.describe_tags(job.directory)}"
         )
+
+
+def _read_back(job: Job, written: Written, names: list[str]) -> None:
+    """Where the configuration asks for it, compare files just written with their checksums. Raises CheckpointError."""
+    if job.reads_back:
+        files = {name: written.files[name] for name in names}
+        problems = file_problems(job.directory / job.temporary, files, written.tensors, lambda _: job.meeting.beat())
+        if problems:
+            raise CheckpointError(f"what was written reads back as something else: {'; '.join(problems[:3])}")
 
 
 def _leaders_word(job: Job) -> dict[str, str]:
@@ -312,6 +324,7 @@ def complete(job: Job, written: Written) -> None:
     for name, content in job.companions.items():
         write_file(path, name, content, written, rank, host)
     write_file(path, dcp.NAME, dcp.metadata_bytes(written.tensors, job.model), written, rank, host)
+    _read_back(job, written, [state.NAME, dcp.NAME, *job.companions])
     here = set(job.members)
     for name, entry in written.files.items():
         if entry.rank in here and (path / name).stat().st_size != entry.nbytes:

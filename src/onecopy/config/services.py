@@ -95,7 +95,7 @@ class CometConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """`checkpoint`: how checkpoints are written; `async_save`, `keep_last` and `export_format` are onecopy's own."""
+    """`checkpoint`: how checkpoints are written; what follows `writer` is onecopy's own."""
 
     tag_validation: str = key(
         "Warn", Choice(("Ignore", "Warn", "Fail")), "what happens when ranks save under different tags"
@@ -120,6 +120,9 @@ class CheckpointConfig:
         ),
     )
     keep_last: int | None = key(None, Integer(1), "older checkpoints beyond so many are deleted", default_word="all")
+    verify_after_save: bool = key(
+        False, Switch(), "true reads every byte of a checkpoint back before it takes its place"
+    )
     export_format: str = key(
         "torch", Choice(("torch", "safetensors")), "file format of save_16bit_model when the name does not say it"
     )

@@ -1,0 +1,131 @@
+"""Disks that refuse, fill up or lie, as the system itself brings it about: the checkpoints before stay what they were."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onecopy.checkpoint import export
+from onecopy.checkpoint import folder as folders
+from onecopy.checkpoint.manifest import Manifest
+from onecopy.errors import CheckpointError
+from tests.checkpoint import small
+
+NOBODY = 65534
+
+
+def message_of(work: Any, *arguments: Any) -> str:
+    try:
+        work(*arguments)
+        return ""
+    except CheckpointError as error:
+        return str(error)
+
+
+def save_as_nobody(directory: str) -> str:
+    engine = small.make_engine(3)
+    engine.save_checkpoint(directory, "before")
+    os.chmod(directory, 0o555)
+    os.seteuid(NOBODY)  # the superuser may write anywhere
+    try:
+        return message_of(engine.save_checkpoint, directory, "after")
+    finally:
+        os.seteuid(0)
+        engine.destroy()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can become somebody else")
+def test_a_read_only_folder(world2) -> None:
+    directory = tempfile.mkdtemp()
+    try:
+        for message in world2.run(save_as_nobody, directory):
+            assert "cannot be written to" in message and "Permission denied" in message
+        assert sorted(os.listdir(directory)) == ["before", "latest"]
+    finally:
+        shutil.rmtree(directory)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(path)], capture_output=True)
+    if done.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def save_until_full(directory: str) -> tuple[int, str, list[float], list[float]]:
+    engine = small.make_engine(2)
+    for step in range(40):
+        expected = small.train(engine, step, step + 1)
+        message = message_of(engine.save_checkpoint, directory)
+        if message:
+            break
+    loaded, _ = engine.load_checkpoint(directory)
+    assert loaded == f"{directory}/global_step{step}"
+    again = small.train(engine, step, step + 1)
+    engine.destroy()
+    return step, message, expected, again
+
+
+def test_a_full_disk(world2, small_disk: Path) -> None:
+    for step, message, expected, again in world2.run(save_until_full, str(small_disk)):
+        assert 0 < step < 39 and "No space left on device" in message and f"global_step{step}" in message
+        assert again == expected  # the last complete one loads, and training goes on from it
+    paths = folders.tags(small_disk)
+    assert sorted(os.listdir(small_disk)) == sorted([*paths, "latest"])
+    assert all(Manifest.read(path).problems(path) == [] for path in paths.values())
+    (small_disk / "out" / "deep").mkdir(parents=True)
+    with open(small_disk / "rest", "wb", buffering=0) as rest, pytest.raises(OSError, match="No space left"):
+        while True:
+            rest.write(bytes(4096))
+    with pytest.raises(CheckpointError, match="nothing was exported to .*No space left"):
+        export(small_disk, small_disk / "out" / "deep", "fp32")
+    assert os.listdir(small_disk / "out" / "deep") == []
+
+
+def save_on_a_disk_that_lies(directory: str, reads_back: bool) -> tuple[str, str]:
+    """Rank 1's disk keeps one bit other than it was given."""
+    import onecopy.checkpoint.block_writer as blocks
+
+    engine = small.make_engine(3, checkpoint={"verify_after_save": reads_back})
+    engine.save_checkpoint(directory, "before")
+    write_block = blocks.write_block
+
+    def lying(descriptor: int, block: memoryview, position: int) -> None:
+        changed = bytearray(block)
+        if len(changed) > 2000:
+            changed[2000] ^= 8
+        blocks.end_direct(descriptor)  # which takes aligned memory only
+        write_block(descriptor, memoryview(changed), position)
+
+    if torch.distributed.get_rank() == 1:
+        blocks.write_block = lying
+    try:
+        return message_of(engine.save_checkpoint, directory, "after"), message_of(
+            engine.load_checkpoint, directory, "after"
+        )
+    finally:
+        blocks.write_block = write_block
+        engine.destroy()
+
+
+@pytest.mark.parametrize("reads_back", [True, False])
+def test_a_disk_that_lies(world2, tmp_path: Path, reads_back: bool) -> None:
+    for saving, loading in world2.run(save_on_a_disk_that_lies, str(tmp_path), reads_back):
+        if reads_back:
+            assert "rank 1: what was written reads back as something else: __1_0.distcp" in saving
+            assert "there is no checkpoint 'after'" in loading
+        else:
+            assert saving == "" and "'after' is damaged (__1_0.distcp (written by rank 1" in loading
+    assert (tmp_path / "latest").read_text() == ("before" if reads_back else "after")
