@@ -57,6 +57,22 @@ class AccumulationWindow:
             and micro_batches - self._batches_at_last_call >= self.steps
         )
 
+    def advice(self, micro_batches: int) -> tuple[str, str] | None:
+        """What to tell a caller whose `step()`, a boundary, does not follow one micro-batch each: a name, and a sentence."""
+        if self.seen_whole_window(micro_batches) and not self.counted_out:
+            return (
+                "natural accumulation",
+                f"step() is called once after {self.steps} micro-batches, not after each one; onecopy updates the weights at each "
+                'such call. Write "managed_gradient_accumulation": false into the configuration to settle it.',
+            )
+        if micro_batches > self.steps and self.managed is not False and self.forced is None:
+            return (
+                "long window",
+                f"{micro_batches} forward/backward pairs came before one step(), and gradient_accumulation_steps is {self.steps}; "
+                f"the update uses their mean, where plain PyTorch sums: multiply the losses by {micro_batches} for the sum.",
+            )
+        return None
+
     def expects_boundary(self, micro_batches: int) -> bool:
         """Whether the backward that makes it `micro_batches` is likely the window's last, so that it may reduce early."""
         if self.forced is not None:

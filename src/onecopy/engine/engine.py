@@ -247,19 +247,9 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
             )
         batches = self.runtime.micro_batches
         boundary = self.window.is_boundary(batches)
-        if boundary and self.window.seen_whole_window(batches) and not self.window.counted_out:
-            log_once(
-                ("natural accumulation", id(self)),
-                f"step() is called once after {self.window.steps} micro-batches, not after each one; "
-                "onecopy updates the weights at each such call. "
-                'Write "managed_gradient_accumulation": false into the configuration to settle it.',
-            )
-        elif boundary and batches > self.window.steps and self.window.managed is not False and self.window.forced is None:
-            log_once(
-                ("long window", id(self)),
-                f"{batches} forward/backward pairs came before one step(), and gradient_accumulation_steps is {self.window.steps}; "
-                f"the update uses their mean, where plain PyTorch sums: multiply the losses by {batches} for the sum.",
-            )
+        advice = self.window.advice(batches) if boundary else None
+        if advice is not None:
+            log_once((advice[0], id(self)), advice[1])
         self.window.step_called(boundary, batches)
         if not boundary:
             return
