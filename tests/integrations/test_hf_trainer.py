@@ -82,9 +82,9 @@ assert abs(best - trainer.state.best_metric) < 1e-6, (best, trainer.state.best_m
 assert trainer.lengths == [4 + 3 * rank] * 3, trainer.lengths
 trainer.save_model("out/final")
 trainer.accelerator.wait_for_everyone()
+again = LlamaForCausalLM.from_pretrained("out/final")  # under zero.Init, so on every rank
+assert again.get_input_embeddings().weight.ds_shape == (40, 32)
 if rank == 0:
-    again = LlamaForCausalLM.from_pretrained("out/final")
-    assert again.get_input_embeddings().weight.shape == (40, 32)
     print("DONE", flush=True)
 torch.distributed.barrier()
 """

@@ -21,8 +21,7 @@ from torch import nn
 from onecopy.comm import ensure_process_group
 from onecopy.comm.connect import default_device
 from onecopy.errors import ConfigError
-from onecopy.init import host_memory
-from onecopy.sharding import early_parameter
+from onecopy.sharding import early_parameter, host_memory
 from onecopy.sharding.early import borrowed_communicator, early_shard
 
 Constructor = Callable[..., None]
@@ -119,9 +118,7 @@ class Init:
     def _shard_one(self, parameter: nn.Parameter, label: str) -> None:
         if self.dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(self.dtype)
-        nbytes = parameter.nbytes
         early_parameter.shard_early(parameter, label, self.communicator, self.home)
-        host_memory.freed(nbytes)
 
 
 def _to_be_sharded(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:

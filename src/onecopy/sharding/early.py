@@ -22,6 +22,7 @@ from torch import nn
 
 from onecopy.comm import Communicator
 from onecopy.comm.collective import Collective
+from onecopy.sharding import host_memory
 from onecopy.sharding.parameter import ZeroParamStatus
 
 ATTRIBUTE = "_onecopy_early"  # where a parameter keeps its `EarlyShard`
@@ -49,6 +50,7 @@ class EarlyShard:
         shape, dtype: of the whole parameter.
         shard: [ceil(n/N)], the end padded with zeros.
         home: the device the shard is kept on.
+        origin: the device the parameter is on for the model's code, whole or not.
         live: whether the parameter is whole now.
         borrowed: how many gathering contexts hold it whole.
         seen: what a changed parameter would differ in: (data pointer, version) when it became whole.
@@ -62,12 +64,14 @@ class EarlyShard:
         self.label = label
         self.communicator = communicator
         self.home = home
+        self.origin = parameter.device
         self.kind = kind  # the class a parameter has while it is not live
         self.live = False
         self.borrowed = 0
         self.seen = (0, 0)
         self.suspect = False
         self.handles: list[Any] = []
+        self.reserve(tuple(parameter.shape), parameter.dtype)
         self._parameter = weakref.ref(parameter)
         setattr(parameter, ATTRIBUTE, self)
 
@@ -92,9 +96,9 @@ class EarlyShard:
     @torch.no_grad()
     def cut(self, value: torch.Tensor) -> None:
         """Keep this rank's part of the whole `value`, which fixes shape and dtype. Not collective."""
-        self.shape, self.dtype = tuple(value.shape), value.dtype
+        if (tuple(value.shape), value.dtype) != (self.shape, self.dtype):
+            self.reserve(tuple(value.shape), value.dtype)
         start, stop = self.own()
-        self.shard = torch.zeros(self.size, dtype=self.dtype, device=self.home)
         self.shard[: stop - start].copy_(value.reshape(-1)[start:stop])
 
     def reserve(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -109,13 +113,19 @@ class EarlyShard:
         if communicator.world_size == 1:
             return self.shard.to(communicator.device, copy=True).view(self.shape)
         flat = torch.empty(self.size * communicator.world_size, dtype=self.dtype, device=communicator.device)
-        flat[communicator.rank * self.size : (communicator.rank + 1) * self.size].copy_(self.shard)
-        communicator.start_gather(flat, self.number + 1, self.label).wait()
+        parts = flat.split(self.size)
+        parts[communicator.rank].copy_(self.shard)
+        if communicator.device.type == "cpu":  # gloo's all-gather needs a second buffer of this size
+            for source, part in enumerate(parts):
+                communicator.broadcast(part, source, self.label)
+        else:
+            communicator.start_gather(flat, self.number + 1, self.label).wait()
         return flat[: self.numel].view(self.shape)
 
     @torch.no_grad()
     def send(self, parameter: nn.Parameter, source: int) -> None:
         """Let the whole values of group rank `source` be everyone's, and cut them. Collective."""
+        self.origin = parameter.device
         value = parameter.data.to(self.communicator.device).contiguous()
         self.communicator.broadcast(value, source, self.label)
         self.cut(value)
@@ -123,7 +133,7 @@ class EarlyShard:
     # ------------------------------------------------------------------------------------------------ the parameter itself
     def bind(self, parameter: nn.Parameter) -> None:
         """Make the parameter whole. Collective."""
-        value = self.whole()
+        value = self.whole().to(self.origin)
         parameter.__class__ = nn.Parameter
         parameter.data = value
         self.live, self.suspect = True, False
@@ -133,7 +143,9 @@ class EarlyShard:
     def unbind(self, parameter: nn.Parameter) -> None:
         """Leave a placeholder without elements in the parameter. Not collective."""
         parameter.__class__ = nn.Parameter
-        parameter.data = torch.empty(0, dtype=self.dtype, device=self.home)
+        nbytes = parameter.nbytes if parameter.device.type == "cpu" else 0
+        parameter.data = torch.empty(0, dtype=self.dtype, device=self.origin)
+        host_memory.freed(nbytes)
         parameter.__class__ = self.kind
         self.live = False
         self.mark(parameter)

@@ -55,7 +55,7 @@ class EarlyParameter(nn.Parameter):
             return known
         early = early_shard(self)
         assert early is not None
-        copied = nn.Parameter(torch.empty(0, dtype=early.dtype, device=early.home), self.requires_grad)
+        copied = nn.Parameter(torch.empty(0, dtype=early.dtype, device=early.origin), self.requires_grad)
         other = EarlyShard(copied, early.label, early.communicator, early.home, EarlyParameter)
         other.shape, other.dtype, other.shard = early.shape, early.dtype, early.shard.clone()
         other.unbind(copied)

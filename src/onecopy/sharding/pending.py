@@ -33,7 +33,7 @@ def shapes_revealed(model: nn.Module) -> Iterator[list[str]]:
         early = early_shard(parameter)
         if early is not None:
             parameter.__class__ = nn.Parameter
-            parameter.data = torch.empty((), dtype=early.dtype, device=early.home).expand(early.shape)
+            parameter.data = torch.empty((), dtype=early.dtype, device=early.origin).expand(early.shape)
             early.unmark(parameter)
             setattr(parameter, _SOURCE, early)
             revealed.append((parameter, early))
