@@ -106,7 +106,9 @@ def test_what_is_unfrozen_is_trained_from_the_next_window_on(world2: World, stag
     world2.run(run, stage, 2, "SGD", "groups")
 
 
-@pytest.mark.parametrize(("size", "kind"), [(1, "AdamW"), (3, "AdamW"), (2, "Lamb"), (3, "Lion")])
+@pytest.mark.parametrize(
+    ("size", "kind"), [(1, "AdamW"), (2, "Lamb"), (3, "AdamW"), pytest.param(3, "Lion", marks=pytest.mark.slow)]
+)
 def test_other_worlds_and_optimizers(size: int, kind: str) -> None:
     """Uneven shards, one rank, and optimizers that look across shards; small buckets too."""
     world(size).run(run, 3, 1, kind, "groups", zero={"reduce_bucket_size": 100})

@@ -167,8 +167,11 @@ def run(kind: str, stages: tuple[int, ...], bucket: int) -> list[dict[str, torch
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("Lion", 2), *(pytest.param("Lion", n, marks=pytest.mark.slow) for n in (1, 3))]
+    + [(kind, size) for kind in ("Lamb", "Muon") for size in (1, 2, 3)],
+)
 def test_every_stage_and_world_steps_as_one_process_does(kind: str, size: int) -> None:
     """Norms and matrices that are cut anywhere, parameters without a gradient, scalars; the stages give the same bits."""
     for results in world(size).run(run, kind, (0, 1, 2, 3), 10**6):
@@ -214,7 +217,7 @@ def train_through(kind: str, steps: int, more: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("Lion", marks=pytest.mark.slow), "Lamb", "Muon"])
 def test_states_are_saved_by_parameter_and_load_at_any_world_size(kind: str, tmp_path: Path) -> None:
     """Save on two ranks in the middle, with step counts that differ among parameters; go on on one and on three."""
     wanted = world(2).run(train_through, kind, 3, 3)[0]
