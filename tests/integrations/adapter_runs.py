@@ -46,13 +46,13 @@ def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def adapters(stage: str, resume: bool) -> tuple[Trainer, torch.nn.Module]:
+def adapters(stage: str, resume: bool = False, base: torch.dtype = torch.float32) -> tuple[Trainer, torch.nn.Module]:
     """Train adapters on a frozen base with gradient checkpointing; save every second step."""
     AcceleratorState._reset_state(reset_partial_state=False)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 8, (12,), generator=generator) for _ in range(64)]
     data = [{"input_ids": row, "labels": row} for row in rows]
-    model = get_peft_model(small_model(), ADAPTERS)
+    model = get_peft_model(small_model().to(base), ADAPTERS)
     folder = f"lora_{stage}"
     arguments = TrainingArguments(**options(stage, folder), save_steps=2, gradient_checkpointing=True)
     trainer = Trainer(model=model, args=arguments, train_dataset=data)
@@ -83,7 +83,7 @@ def merged(trainer: Trainer, model: Any) -> dict[str, float]:
 
 def run_adapters(stage: str) -> dict[str, Any]:
     """Losses, the saved adapters, and what they give when they are opened again and when they are merged."""
-    trainer, model = adapters(stage, resume=False)
+    trainer, model = adapters(stage)
     folder = Path(f"lora_{stage}")
     trainer.save_model(str(folder / "final"))
     trainer.accelerator.wait_for_everyone()
@@ -99,6 +99,8 @@ def run_adapters(stage: str) -> dict[str, Any]:
         found["merged"] = merged(trainer, model)
     resumed, _ = adapters(stage, resume=True)
     found["resumed"] = losses(resumed)
+    mixed, _ = adapters(stage, base=torch.bfloat16)  # PEFT keeps the adapters in fp32
+    found["on bf16"] = losses(mixed)
     return found
 
 

@@ -34,6 +34,7 @@ def test_adapters_and_sft_train_save_resume_and_merge(stage: str, tmp_path: Path
     plain, ours = found["plain"]["adapters"], found[stage]["adapters"]
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert ours["resumed"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert ours["on bf16"] == pytest.approx(plain["on bf16"], rel=1e-5)
     assert len(ours["saved"]) == 8 and ours["checkpoint"] == ours["saved"]
     assert ours["saved"] == pytest.approx(plain["saved"], rel=1e-5)
     assert ours["opened"] == pytest.approx(plain["opened"], rel=1e-5)

@@ -84,7 +84,10 @@ def test_checkpoints_resume_at_another_stage_and_open_everywhere(tmp_path: Path)
         assert found["before"]["val_loss"] != pytest.approx(loss, rel=1e-2)
         assert found["predicted"] == (8, 1)
         assert "none.ckpt" in found["missing"] and "does not exist" in found["missing"]
-    assert (tmp_path / "last.ckpt" / "checkpoint").is_dir()
+    lost = min((tmp_path / "last.ckpt" / "checkpoint").glob("*.distcp"))
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=lost.name):
+        single_file(tmp_path / "last.ckpt", tmp_path / "never.ckpt")
 
 
 class Manual(Net):

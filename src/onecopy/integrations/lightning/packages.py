@@ -14,6 +14,10 @@ def _choose(whole: str, alone: str) -> str:
         return alone
     if importlib.util.find_spec(whole.partition(".")[0]) is not None:
         return whole
+    if importlib.util.find_spec(alone) is None:
+        raise ModuleNotFoundError(
+            'onecopy.integrations.lightning needs Lightning: pip install "onecopy[lightning]"', name="lightning"
+        )
     return alone
 
 
