@@ -51,13 +51,14 @@ def every_way(stages: tuple[int, ...], precisions: tuple[str, ...], ways: tuple[
 def test_gradients_are_the_same_bits_at_every_stage(world: GetWorld, size: int) -> None:
     """Dropout draws again what it drew; a block's weights are gathered again once, for recomputation and backward."""
     ways = ("full", "selective", 2, "inside")
-    for rank in world(size).run(every_way, (0, 1, 2, 3), ("fp32", "bf16"), ways):
+    stages = (0, 1, 2, 3) if size == 2 else (0, 3)
+    for rank in world(size).run(every_way, stages, ("fp32", "bf16"), ways):
         assert [what for what, same in rank if not same] == []
 
 
 def test_frozen_base_with_adapters_trains_the_same(world2: World) -> None:
     """The first block's inputs need no gradient, and frozen weights are released and gathered like others."""
-    for rank in world2.run(every_way, (0, 2, 3), ("fp32",), ("full", "selective", "inside"), frozen=True):
+    for rank in world2.run(every_way, (0, 3), ("fp32",), ("full", "inside"), frozen=True):
         assert [what for what, same in rank if not same] == []
 
 
