@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -287,9 +288,12 @@ def rank_main(name: str, folder: Path, layers: int, rounds: int) -> None:
     os._exit(0)
 
 
-def start(name: str, options: argparse.Namespace, folder: Path, port: int) -> dict[str, list[float]] | None:
+def start(name: str, options: argparse.Namespace, folder: Path) -> dict[str, list[float]] | None:
     """Run a contender's ranks and return what its first rank measured."""
     world = CONTENDERS[name][1] if name in CONTENDERS else 1
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [
         sys.executable,
         __file__,
@@ -321,7 +325,7 @@ def start(name: str, options: argparse.Namespace, folder: Path, port: int) -> di
             )
         )  # fmt: skip
     texts = [""] * world
-    limit = threading.Timer(1200, lambda: [rank.kill() for rank in ranks])
+    limit = threading.Timer(200, lambda: [rank.kill() for rank in ranks])
     limit.start()
     readers = [
         threading.Thread(target=lambda r=r: texts.__setitem__(r, ranks[r].communicate()[0])) for r in range(world)
@@ -333,7 +337,7 @@ def start(name: str, options: argparse.Namespace, folder: Path, port: int) -> di
     limit.cancel()
     lines = [line for line in texts[0].splitlines() if line.startswith("RESULT ")]
     if not lines:
-        print(f"{name} failed:\n{texts[0][-3000:]}", file=sys.stderr)
+        print(f"{name} failed, or took longer than 200 s:\n{texts[0][-3000:]}", file=sys.stderr)
         return None
     return json.loads(lines[-1].removeprefix("RESULT "))  # type: ignore[no-any-return]
 
@@ -361,10 +365,10 @@ def main() -> None:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        for number, contender in enumerate(turns(options.passes)):
+        for contender in turns(options.passes):
             if contender in found and time.perf_counter() - started > _ENOUGH_SECONDS:
                 continue  # one pass has to do on a slow machine
-            result = start(contender, options, folder, 29810 + number)
+            result = start(contender, options, folder)
             for key, values in (result or {}).items():
                 found.setdefault(contender, {}).setdefault(key, []).extend(values)
             print(f"{contender}: done after {time.perf_counter() - started:.0f} s", file=sys.stderr)
