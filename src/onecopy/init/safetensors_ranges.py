@@ -60,6 +60,7 @@ class WeightFiles:
         self.tensors: dict[str, StoredTensor] = {}
         self.bytes_read = 0
         self._descriptors: dict[Path, int] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         wanted, files = _files_of(self.path)
         for file in files:
             self.tensors |= _tensors_of(file)
@@ -86,9 +87,15 @@ class WeightFiles:
             self._fill(stored, position, out)
             return
         for low in range(0, out.numel(), _BLOCK):
-            block = torch.empty(min(_BLOCK, out.numel() - low), dtype=stored.dtype)
+            block = self._block(min(_BLOCK, out.numel() - low), stored.dtype)
             self._fill(stored, position + low * stored.dtype.itemsize, block)
             out[low : low + block.numel()].copy_(block)
+
+    def _block(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory to convert in, the same every time: small blocks made anew would leave holes between the shards."""
+        if self._scratch.numel() < elements * dtype.itemsize:
+            self._scratch = torch.empty(elements * dtype.itemsize, dtype=torch.uint8)
+        return self._scratch[: elements * dtype.itemsize].view(dtype)
 
     def _fill(self, stored: StoredTensor, position: int, block: torch.Tensor) -> None:
         if not block.numel():
