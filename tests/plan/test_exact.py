@@ -9,7 +9,9 @@ import torch
 
 from onecopy.plan import Subject, rehearse, virtual_world
 from onecopy.plan.estimate import Estimator, Setting, checkpoint_blocks, exact
+from onecopy.plan.extended import Extended
 from onecopy.plan.models import from_config_dict
+from onecopy.plan.tape import Tape
 from onecopy.train.model import GPT, GPTConfig
 from tests.worlds import world
 
@@ -120,3 +122,20 @@ def test_one_warm_window_stands_for_later_ones() -> None:
     with virtual_world(4):
         later = rehearse(gpt(), config, 2, LENGTH, windows=3).peak
     assert exact(gpt(), setting, 4, LENGTH).peak == later
+
+
+def test_a_deep_model_is_extended_from_two_depths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal blocks are traced once: peak, categories, modules and bytes sent equal those of the whole rehearsal."""
+    monkeypatch.setattr("onecopy.plan.estimate.DEEP", 8)
+    setting = Setting(3, 1, 1, "none")
+    whole = exact(gpt(12), setting, 4, LENGTH)
+    extended = Estimator(gpt(12), 4, LENGTH).whole(setting, Tape())
+    assert isinstance(extended, Extended) and (extended.numel, extended.model_bytes) == (whole.numel, whole.model_bytes)
+    assert extended.peak == pytest.approx(whole.peak, rel=0.002)
+    held, expected = extended.at_peak(), whole.at_peak()
+    assert sum(held.values()) == extended.peak
+    for name in held:
+        assert held[name] == pytest.approx(expected[name], abs=0.01 * whole.peak), name
+    assert extended.windows[-1].sent["bytes_sent"] == pytest.approx(whole.windows[-1].sent["bytes_sent"], rel=0.001)
+    assert extended.holders(3) and len(extended.timeline()) > 50
+    assert max(sum(values.values()) for _, values in extended.timeline()) == extended.peak

@@ -16,10 +16,12 @@ from onecopy.errors import PlanError
 from onecopy.plan import Subject, estimate_zero3_model_states_mem_needs_all_live, plan, virtual_world
 from onecopy.plan.estimators import estimate_zero2_model_states_mem_needs, estimate_zero3_model_states_mem_needs
 from onecopy.plan.hardware import machine
+from onecopy.plan.impossible import at_least, states_floor
 from onecopy.plan.models import subject_for
 from onecopy.plan.report import page
 from onecopy.plan.tape import Await, Compute, Transfer
 from onecopy.plan.timing import Rates, play
+from onecopy.plan.unseen import GIB, intervals, unseen
 from tests.plan.test_exact import LENGTH, gpt
 
 
@@ -132,6 +134,43 @@ def test_estimators_of_deepspeeds_signatures(capsys: pytest.CaptureFixture[str])
     assert three == 2 * 10**9 + largest
     estimate_zero3_model_states_mem_needs_all_live(nn.Linear(100, 100), 8, 1)
     assert "GiB" in capsys.readouterr().out
+
+
+def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    own = tmp_path / "gpus.toml"
+    own.write_text(
+        "[toy]\nmemory = 8e10\nflops = 1e13\nbandwidth = 1e15\nlink = 1e15\n[toy.rates]\nmatmul = 9.0\nattention = 9.0\nlaunch = 0.0\n"
+    )
+    with pytest.raises(PlanError, match="cannot be"):
+        plan(gpt(), "1xtoy", sequence=LENGTH, hardware=own)
+    with pytest.raises(PlanError, match="cannot be"):
+        at_least(104 * GIB, states_floor(70e9, 3, 8), "a run")  # 16 bytes a parameter over 8 ranks are 130 GiB
+    at_least(104 * GIB, states_floor(13e9, 2, 8), "a run")
+
+
+def test_memory_has_a_guess_and_a_bound_at_every_level() -> None:
+    found = intervals(10 * GIB, unseen(10 * GIB, 8))
+    guesses = [found[level].guess for level in ("allocated", "reserved", "device")]
+    bounds = [found[level].bound for level in ("allocated", "reserved", "device")]
+    assert (
+        guesses == sorted(guesses)
+        and bounds == sorted(bounds)
+        and all(a < b for a, b in zip(guesses, bounds, strict=True))
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nbytes", "least", "most"),
+    [
+        ("8xA100-80GB", 2**30, 3.9e-3, 4.3e-3),
+        ("2xA100-80GB", 2**20, 20e-6, 24e-6),
+        ("8xH200", 2**34, 0.040, 0.043),
+        ("32xB200", 2**30, 2.5e-3, 3.2e-3),
+    ],
+)
+def test_transfers_take_what_was_measured(gpus: str, nbytes: int, least: float, most: float) -> None:
+    """Half of the table's all-reduce; gathers on switches that add (NVLS) stay at the ring's rate."""
+    assert least < machine(gpus).transfer_seconds(nbytes) < most
 
 
 @pytest.mark.parametrize("size", [0, 20_000])

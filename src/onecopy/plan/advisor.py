@@ -7,20 +7,25 @@ from typing import Any
 
 from onecopy.plan.estimate import CHECKPOINTING, Estimator, Setting
 from onecopy.plan.hardware import Machine
+from onecopy.plan.impossible import at_least, utilisation
 from onecopy.plan.timing import Rates
-from onecopy.plan.unseen import GIB, unseen
+from onecopy.plan.unseen import GIB, Interval, intervals, unseen
 
 STAGES = (0, 1, 2, 3)
 
 
 @dataclass
 class Choice:
-    """One row of the table; memory in bytes a GPU, time in seconds an optimizer step."""
+    """One row of the table; memory in bytes a GPU, time in seconds an optimizer step.
+
+    Attributes:
+        allocated: what the ledger counted; `memory` has a guess and a bound of all there is, by level (see `unseen`).
+        bound: of all that the device holds, which `fits` is judged by.
+    """
 
     setting: Setting
     allocated: int
-    reserved: int
-    bound: int
+    memory: dict[str, Interval]
     fits: bool
     headroom: int
     seconds: float
@@ -29,11 +34,22 @@ class Choice:
     exposed: float
     why: str = ""
 
+    @property
+    def reserved(self) -> int:
+        """The best guess of what torch's allocator reserves."""
+        return self.memory["reserved"].guess
+
+    @property
+    def bound(self) -> int:
+        return self.memory["device"].bound
+
     def row(self) -> dict[str, Any]:
         s = self.setting
         return {
             "stage": s.stage, "micro_batch": s.micro_batch, "accumulation": s.accumulation, "checkpointing": s.checkpointing,
-            "fits": self.fits, "allocated_bytes": self.allocated, "reserved_bytes": self.reserved, "bound_bytes": self.bound,
+            "slots": s.slots, "bucket_elements": s.bucket, "fits": self.fits, "allocated_bytes": self.allocated,
+            "reserved_bytes": self.reserved, "bound_bytes": self.bound,
+            **{f"{level}_{end}_bytes": getattr(found, end) for level, found in self.memory.items() for end in ("guess", "bound")},
             "headroom_bytes": self.headroom, "step_seconds": self.seconds, "tokens_per_second_per_gpu": self.tokens_per_second,
             "mfu": self.mfu, "exposed_communication_seconds": self.exposed, "why": self.why,
         }  # fmt: skip
@@ -49,15 +65,15 @@ def judge(
 ) -> Choice:
     """Memory, time and verdict of one setting."""
     allocated = estimator.peak(setting) if peak is None else peak
-    parts = unseen(allocated, machine.count, **(overrides or {}))
-    reserved = allocated + sum(part.guess for part in parts)
-    bound = allocated + sum(part.bound for part in parts)
+    at_least(allocated, estimator.floor(setting), f"stage {setting.stage} on {machine}")
+    memory = intervals(allocated, unseen(allocated, machine.count, **(overrides or {})))
+    spare = int(machine.gpu.memory) - memory["device"].bound
     played = estimator.played(setting, machine, rates)
     tokens = setting.micro_batch * setting.accumulation * max(1, estimator.sequence)
     again = 4 / 3 if setting.checkpointing == "full" else 1.0
-    mfu = min(1.0, played.flops / again / played.seconds / machine.gpu.flops)
+    mfu = utilisation(played.flops / again, played.seconds, machine.gpu.flops, f"stage {setting.stage} on {machine}")
     return Choice(
-        setting, allocated, reserved, bound, bound <= machine.gpu.memory, int(machine.gpu.memory) - bound,
+        setting, allocated, memory, spare >= 0, spare,
         played.seconds, tokens / played.seconds, mfu, played.exposed,
     )  # fmt: skip
 
@@ -114,11 +130,34 @@ def search(
                         overrides,
                     )
                 )
-    unique = {choice.setting: choice for choice in choices}
-    ranked = sorted(unique.values(), key=lambda c: (not c.fits, -c.tokens_per_second if c.fits else c.bound))
+    ranked = _ranked(choices)
+    if ranked[0].fits and ranked[0].setting.stage == 3 and estimator.subject.shrink is not None:
+        ranked = _ranked([*choices, *_around(ranked[0], estimator, machine, rates, overrides)])
     for choice in ranked:
         choice.why = _why(choice, machine)
     return ranked
+
+
+def _ranked(choices: list[Choice]) -> list[Choice]:
+    """Each setting once: the fastest that fits first, then what misses by least; of equals the one with fewer slots."""
+    unique = {choice.setting: choice for choice in choices}
+    return sorted(
+        unique.values(),
+        key=lambda c: (not c.fits, -round(c.tokens_per_second, 1) if c.fits else c.bound, c.setting.slots),
+    )
+
+
+def _around(
+    best: Choice, estimator: Estimator, machine: Machine, rates: Rates, overrides: dict[str, Any] | None
+) -> list[Choice]:
+    """The best setting of stage 3 with other slots and buckets: these depend little on the rest, so one place is enough to look at."""
+    found: list[Choice] = []
+    changes: tuple[dict[str, Any], ...] = (
+        {"slots": 3}, {"slots": 4}, {"bucket": 200_000_000}, {"slots": 3, "bucket": 200_000_000},
+    )  # fmt: skip
+    for change in changes:
+        found.append(judge(estimator, replace(best.setting, **change), machine, rates, overrides))
+    return found
 
 
 def _why(choice: Choice, machine: Machine) -> str:
@@ -127,6 +166,8 @@ def _why(choice: Choice, machine: Machine) -> str:
     share = choice.exposed / choice.seconds
     if share > 0.2:
         return f"{share:.0%} of the step waits for communication"
+    if choice.setting.slots != 2:
+        return f"{choice.setting.slots} slots: gathers run further ahead"
     if choice.setting.checkpointing != "none":
         return "recomputes to save activations"
     return "no recomputation, little waiting"

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onecopy.engine.whereabouts import block_of, repeated_blocks
 from onecopy.errors import PlanError
+from onecopy.plan.extended import DEEP, Extended
 from onecopy.plan.hardware import Machine
 from onecopy.plan.rehearsal import Rehearsal, Subject, rehearse
 from onecopy.plan.tape import Compute, Event, Tape
@@ -38,6 +40,7 @@ class Setting:
     checkpointing: str = "none"
     precision: str = "bf16"
     slots: int = 2
+    bucket: int | None = None  # elements, of reduces and of gathering ahead; None keeps the document's
 
     def config(self, base: dict[str, Any] | None = None) -> dict[str, Any]:
         """The DeepSpeed-style JSON of this setting, over the user's own document."""
@@ -48,6 +51,12 @@ class Setting:
         document.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-4}})
         if self.precision != "fp32":
             document[self.precision] = {**document.get(self.precision, {}), "enabled": True}
+        if self.bucket is not None:
+            buckets = {"reduce_bucket_size": self.bucket, "stage3_prefetch_bucket_size": self.bucket}
+            zero = document["zero_optimization"]
+            document["zero_optimization"] = {
+                key: v for key, v in zero.items() if key != "prefetch_bucket_size"
+            } | buckets
         if self.slots != 2:
             document["onecopy"] = {**document.get("onecopy", {}), "slots": self.slots}
         return document
@@ -165,6 +174,12 @@ def profile_of(run: Rehearsal) -> Profile:
     return [((phase, stretch, place.get(name, "")), size) for (phase, stretch, name), size in profile]
 
 
+def depths_of(setting: Setting) -> tuple[int, int]:
+    """The two depths that stand for a deep model: with as many units as slots at least, as it has."""
+    low = max(SHALLOW[0], setting.slots)
+    return low, low + SHALLOW[1] - SHALLOW[0]
+
+
 @dataclass
 class Shallow:
     """What two depths and two micro-batches of one (stage, checkpointing) say about all others.
@@ -173,12 +188,15 @@ class Shallow:
     ends), so every birth is extended by itself over micro-batches and every segment over depth, and the largest wins.
     """
 
-    profiles: dict[tuple[int, int], Profile]  # (depth, micro-batch)
-    tapes: dict[tuple[int, int], list[Event]]
+    depths: tuple[int, int]
+    world_size: int
+    profiles: dict[tuple[int, int], Profile] = field(default_factory=dict)  # (depth, micro-batch)
+    tapes: dict[tuple[int, int], list[Event]] = field(default_factory=dict)
+    states: dict[int, dict[str, int]] = field(default_factory=dict)  # depth
 
     def extra_bytes(self, layers: int, micro_batch: int) -> int:
         """Bytes beyond the resting state at the peak."""
-        low, high = SHALLOW
+        low, high = self.depths
         small, large = (self._segments(depth, micro_batch) for depth in (low, high))
         more = (layers - high) / (high - low)
         return int(max(size + more * (size - small.get(segment, size)) for segment, size in large.items()))
@@ -198,7 +216,7 @@ class Shallow:
 
     def seconds(self, layers: int, micro_batch: int, machine: Machine, rates: Rates) -> Played:
         """One optimizer step of one micro-batch, extended to `layers`."""
-        low, high = SHALLOW
+        low, high = self.depths
         small, large = (
             play(between(self.tapes[d, 1], self.tapes[d, 2], micro_batch), machine, rates) for d in (low, high)
         )
@@ -238,6 +256,15 @@ def between(one: list[Event], two: list[Event], batch: float) -> list[Event]:
     return result
 
 
+def _sizes_of(subject: Subject) -> tuple[int, int]:
+    """(elements, bytes) of a model, built without memory and without an engine."""
+    with FakeTensorMode(), readable_errors(subject):
+        model = subject.build()
+        return sum(p.numel() for p in model.parameters()), sum(
+            t.nbytes for t in (*model.parameters(), *model.buffers())
+        )
+
+
 class Estimator:
     """Answers for any setting of one model on one world; rehearses what it needs once."""
 
@@ -246,40 +273,97 @@ class Estimator:
         self.world_size = world_size
         self.sequence = sequence
         self.base = base
-        self._resting: dict[tuple[Any, ...], Rehearsal] = {}
+        self._states: dict[tuple[Any, ...], dict[str, int]] = {}
+        self._sizes: tuple[int, int] | None = None
+        self._equal: bool | None = None
         self._shallow: dict[tuple[Any, ...], Shallow] = {}
 
-    def resting(self, setting: Setting) -> Rehearsal:
-        """The training state of the whole model, without a forward."""
-        key = (setting.stage, setting.precision, setting.slots, setting.accumulation > 1)
-        if key not in self._resting:
-            self._resting[key] = exact(
-                self.subject, replace(setting, micro_batch=1), self.world_size, 8, self.base, windows=0
-            )
-        return self._resting[key]
+    def state(self, setting: Setting) -> dict[str, int]:
+        """Bytes of the whole model's training state by category, without a forward.
+
+        Built whole by the engine, except where a model of equal blocks says it: then two depths do, since each block adds as much.
+        """
+        key = (setting.stage, setting.precision, setting.slots, setting.bucket, setting.accumulation > 1)
+        if key not in self._states:
+            if self._blocks_are_equal():
+                low, high = depths_of(setting)
+                shallow = self.shallow(setting)
+                if shallow.world_size == self.world_size:
+                    small, large = shallow.states[low], shallow.states[high]
+                else:  # what was rehearsed for another world says all but the state
+                    small, large = (self._resting_of(self._shrunk(depth), setting) for depth in (low, high))
+                more = (self.subject.layers - high) / (high - low)
+                self._states[key] = {name: int(size + more * (size - small[name])) for name, size in large.items()}
+            else:
+                self._states[key] = self._resting_of(self.subject, setting)
+        return self._states[key]
+
+    def _resting_of(self, subject: Subject, setting: Setting) -> dict[str, int]:
+        return exact(subject, replace(setting, micro_batch=1), self.world_size, 8, self.base, windows=0).resting
+
+    def _shrunk(self, depth: int) -> Subject:
+        assert self.subject.shrink is not None
+        return self.subject.shrink(depth)
+
+    def sizes(self) -> tuple[int, int]:
+        """(elements, bytes) of the whole model as built."""
+        if self._sizes is None:
+            self._sizes = _sizes_of(self.subject)
+        return self._sizes
+
+    def _blocks_are_equal(self) -> bool:
+        """Whether the whole model has as many elements as its shallow versions let expect, and blocks enough to tell."""
+        if self._equal is None:
+            low, high = SHALLOW
+            if self.subject.shrink is None or self.subject.layers <= high + 2:
+                self._equal = False
+            else:
+                small, large = (_sizes_of(self._shrunk(depth))[0] for depth in (low, high))
+                expected = large + (self.subject.layers - high) * (large - small) // (high - low)
+                self._equal = self.sizes()[0] == expected
+        return self._equal
 
     def shallow(self, setting: Setting) -> Shallow:
-        key = (setting.stage, setting.precision, setting.slots, setting.checkpointing, setting.accumulation > 1)
+        checkpointing, several = setting.checkpointing, setting.accumulation > 1
+        key = (setting.stage, setting.precision, setting.slots, setting.bucket, checkpointing, several)
         if key not in self._shallow:
-            assert self.subject.shrink is not None
-            profiles, tapes = {}, {}
-            for depth in SHALLOW:
+            depths = depths_of(setting)
+            made = self._shallow[key] = Shallow(depths, self.world_size)
+            for depth in depths:
                 for batch in (1, 2):
                     tape = Tape()
                     small = replace(setting, micro_batch=batch, accumulation=min(2, setting.accumulation))
-                    run = exact(self.subject.shrink(depth), small, self.world_size, self.sequence, self.base, tape=tape)
-                    profiles[depth, batch] = profile_of(run)
-                    tapes[depth, batch] = tape.events
-            self._shallow[key] = Shallow(profiles, tapes)
+                    run = exact(self._shrunk(depth), small, self.world_size, self.sequence, self.base, tape=tape)
+                    made.profiles[depth, batch] = profile_of(run)
+                    made.tapes[depth, batch] = tape.events
+                    if batch == 1:
+                        made.states[depth] = run.ledger.by_category(run.windows[-1].start)
         return self._shallow[key]
 
     def peak(self, setting: Setting) -> int:
         """Bytes the ledger would show at the peak."""
         if self.subject.shrink is None:
             return exact(self.subject, setting, self.world_size, self.sequence, self.base).peak
-        state = self.resting(setting).resting
+        state = self.state(setting)
         extra = self.shallow(setting).extra_bytes(self.subject.layers, setting.micro_batch)
         return sum(state.values()) - state["batch"] + extra
+
+    def floor(self, setting: Setting) -> int:
+        """Bytes of weights, masters and moments that rest on a rank: no run of this setting can take less."""
+        if self.subject.shrink is None:
+            return 0
+        state = self.state(setting)
+        return sum(state[name] for name in ("parameters", "masters", "moments"))
+
+    def whole(self, setting: Setting, tape: Tape) -> Rehearsal | Extended:
+        """The setting rehearsed whole, or for a deep model of equal blocks extended from two depths; `tape` is of what ran."""
+        if self.subject.layers <= DEEP or not self._blocks_are_equal():
+            return exact(self.subject, setting, self.world_size, self.sequence, self.base, tape=tape)
+        low = 2 + max(SHALLOW[0], setting.slots)  # two blocks at each end, behind those that fill the slots
+        high = low + 2
+        small = exact(self._shrunk(low), setting, self.world_size, self.sequence, self.base)
+        large = exact(self._shrunk(high), setting, self.world_size, self.sequence, self.base, tape=tape)
+        return Extended(small, large, (low, high), self.subject.layers, self.peak(setting), *self.sizes())
 
     def played(self, setting: Setting, machine: Machine, rates: Rates) -> Played:
         """The time of one optimizer step."""

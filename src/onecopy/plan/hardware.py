@@ -67,24 +67,67 @@ class Machine:
     def transfer_seconds(self, nbytes: float, lane: str = "gather") -> float:
         """Seconds of one all-gather (lane "reduce": reduce-scatter) of a whole buffer of `nbytes` over all GPUs.
 
-        A ring moves (N-1)/N of the buffer through every link; across nodes the node's network cards are shared by its
-        GPUs, of which only the ring's two ends cross, so the slower of the link and the network decides.
+        A ring moves (N-1)/N of the buffer through every link, at the bandwidth measured for the size and world. Across
+        nodes the node's network cards are shared by its GPUs, of which only the ring's two ends cross, so the slower of
+        the link and the network decides.
         """
         n = self.count
         if n == 1:
             return 0.0
-        points = self.gpu.reduce if lane == "reduce" else self.gpu.gather
-        if points and n <= self.per_node:
-            return seconds_between(points, n, nbytes)
-        rate = self.gpu.link * self.gpu.link_fraction
-        hops = min(n, self.per_node) - 1
-        if n > self.per_node:
-            rate = min(rate, 0.9 * self.gpu.node_network)
-            # Above some tens of ranks NCCL's latency grows with the nodes' logarithm rather than with the ranks.
-            hops += 4 * math.ceil(math.log2(n / self.per_node))
-        size = nbytes * (n - 1) / n
-        # Small messages reach less: half the rate at a few MiB a rank (measured tables: 64 GB/s at 16 MB, 362 at 1 GB on 32 GPUs).
-        return hops * self.gpu.latency + size / rate
+        ring = self.gpu.link * self.gpu.link_fraction
+        if n <= self.per_node:
+            own = self.gpu.reduce if lane == "reduce" else self.gpu.gather
+            points = own or _published_inside(self.gpu)
+            if points:
+                return seconds_between(points, n, nbytes)
+            return (n - 1) * self.gpu.latency + nbytes * (n - 1) / n / ring
+        rate = min(ring, 0.9 * self.gpu.node_network)
+        return _beyond_the_wire(n, nbytes) + nbytes * (n - 1) / n / rate
+
+
+def _published_inside(gpu: Gpu) -> tuple[Point, ...]:
+    """Bus bandwidth inside a node of this kind of GPU, from nccl-tests' all-reduce; () where nobody published it.
+
+    An all-gather of the same ring has the same bus bandwidth, except where switches add (NVLS): gathers and
+    reduce-scatters then stay at the ring's rate, which is the cap.
+    """
+    kind = gpu.name.split("-")[0]
+    curves = published_curves()
+    points = curves.get((_SAME_LINK.get(kind, kind), "inside"))
+    if points is None or len(points) < MANY or "PCIe" in gpu.name:  # one large message does not make a curve
+        return ()
+    cap = gpu.link * gpu.link_fraction if kind in ("H100", "H200", "B200") else math.inf
+    return tuple((ranks, nbytes, min(rate, cap)) for ranks, nbytes, rate in points)
+
+
+def _beyond_the_wire(ranks: int, nbytes: float) -> float:
+    """Seconds that a collective across nodes takes beyond bytes over bandwidth: measured on 32 GPUs in four nodes.
+
+    More nodes add hops; NCCL's trees and chunked rings hide most of them, so that it grows with the ranks' logarithm.
+    """
+    points = published_curves()["B200", "across"]
+    best = max(rate for _, _, rate in points)
+    (measured,) = {world for world, _, _ in points}
+    part = nbytes * (measured - 1) / measured
+    excess = seconds_between(points, measured, nbytes) - part / best
+    return max(0.0, excess) * math.log2(ranks) / math.log2(measured)
+
+
+_SAME_LINK = {"H100": "H200"}
+MANY = 8  # points
+
+
+@cache
+def published_curves() -> dict[tuple[str, str], tuple[Point, ...]]:
+    """The table's points by (kind of GPU, "inside" one node or "across" nodes); of two sources for a size the first counts."""
+    text = resources.files("onecopy.plan").joinpath("data/collective_busbw.csv").read_text(encoding="utf-8")
+    found: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
+    for row in csv.DictReader(text.splitlines()):
+        if row["bytes"] and row["collective"] == "all_reduce":
+            place = "inside" if row["scope"].startswith("1 node") else "across"
+            curve = found.setdefault((row["gpu"].split("-")[0], place), {})
+            curve.setdefault((int(row["n_gpus"]), int(row["bytes"])), float(row["busbw_GBps"]) * 1e9)
+    return {key: tuple((n, size, rate) for (n, size), rate in curve.items()) for key, curve in found.items()}
 
 
 _ALIASES = {

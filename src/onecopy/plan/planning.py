@@ -10,7 +10,8 @@ from typing import Any
 from onecopy.errors import PlanError
 from onecopy.observe.ledger import CATEGORIES
 from onecopy.plan.advisor import STAGES, Choice, judge, largest_micro_batch, search, sentences
-from onecopy.plan.estimate import CHECKPOINTING, Estimator, Setting, exact
+from onecopy.plan.estimate import CHECKPOINTING, Estimator, Setting
+from onecopy.plan.extended import Extended
 from onecopy.plan.hardware import Machine, machine
 from onecopy.plan.models import subject_for
 from onecopy.plan.rehearsal import Rehearsal, Subject
@@ -35,7 +36,7 @@ class Plan:
     numel: int
     model_bytes: int
     chosen: Choice
-    rehearsal: Rehearsal
+    rehearsal: Rehearsal | Extended
     played: Played
     unseen: list[Unseen]
     stages: list[Choice]
@@ -64,7 +65,8 @@ class Plan:
             "chosen": self.chosen.row(), "peak_bytes_by_category": self.peak, "resting_bytes_by_category": self.rehearsal.resting,
             "holders": [{"module": m, "category": c, "bytes": b} for m, c, b in self.rehearsal.holders()],
             "unseen": [
-                {"name": u.name, "guess_bytes": u.guess, "bound_bytes": u.bound, "source": u.source, "flag": u.flag} for u in self.unseen
+                {"level": u.level, "name": u.name, "guess_bytes": u.guess, "bound_bytes": u.bound, "source": u.source, "flag": u.flag}
+                for u in self.unseen
             ],
             "sent": self.rehearsal.windows[-1].sent,
             "stages": [choice.row() for choice in self.stages], "largest_micro_batch": self.largest_micro_batch,
@@ -129,9 +131,7 @@ def plan(
             setting, stage=next((c.setting.stage for c in stages[1:] if c.fits), 3) if where.count > 1 else 0
         )
     tape = Tape()
-    rehearsal = exact(
-        subject, replace(setting, accumulation=min(2, setting.accumulation)), where.count, length, base, tape=tape
-    )
+    rehearsal = estimator.whole(replace(setting, accumulation=min(2, setting.accumulation)), tape)
     largest = {one: largest_micro_batch(estimator, replace(setting, stage=one), where, overrides) for one in STAGES}
     chosen = judge(estimator, setting, where, rates, overrides, peak=rehearsal.peak)
     answer = Plan(
@@ -174,6 +174,9 @@ def _setting(
     return Setting(chosen, size, steps, checkpointing, precision)
 
 
+_LEVELS = (("allocated", "allocated"), ("reserved", "reserved"), ("device", "on the device"))
+
+
 def _lines(p: Plan) -> list[str]:
     s, chosen = p.chosen.setting, p.chosen
     lines = [
@@ -193,8 +196,13 @@ def _lines(p: Plan) -> list[str]:
         else f"DOES NOT FIT: {-chosen.headroom / GIB:.1f} GiB too much"
     )
     lines += [
-        f"  {'reserved':<18} {_gib(chosen.reserved)} (best guess)",
-        f"  {'upper bound':<18} {_gib(chosen.bound)}   {verdict}",
+        "",
+        "                     best guess  upper bound",
+        *(
+            f"  {said:<18} {_gib(chosen.memory[level].guess)}  {_gib(chosen.memory[level].bound)}"
+            for level, said in _LEVELS
+        ),
+        f"  of {p.machine.gpu.memory / GIB:.2f} GiB: {verdict}, judged by the upper bound",
         "",
         "Held by",
     ]
@@ -209,13 +217,13 @@ def _lines(p: Plan) -> list[str]:
     if p.settings:
         lines += [
             "",
-            "   stage  micro  accumulation  checkpointing       bound    headroom   step time  tokens/s/GPU  why",
+            "   stage  micro  accumulation  checkpointing  slots    bucket       bound    headroom   step time  tokens/s/GPU  why",
         ]
         for number, c in enumerate(p.settings[:16]):
             t = c.setting
             lines.append(
                 f"{'->' if number == 0 and c.fits else '  '} {t.stage:>5} {t.micro_batch:>6} {t.accumulation:>13}  "
-                f"{t.checkpointing:<13} {_gib(c.bound)} "
+                f"{t.checkpointing:<13} {t.slots:>6} {t.bucket or 'as given':>9} {_gib(c.bound)} "
                 f"{_gib(c.headroom)} {c.seconds:>9.3f} s {c.tokens_per_second:>13,.0f}  {c.why}"
             )
     lines += ["", *p.advice] if p.advice else []
