@@ -1,0 +1,122 @@
+"""Kinds of failures that people reported of other engines' checkpoints and that no other file here provokes.
+
+folders on slow network file systems      test_a_folder_that_shows_late
+time limits while another rank writes     test_a_slow_rank_is_waited_for
+saves after a load elsewhere              test_a_save_after_a_load_elsewhere_is_whole
+conversions that need the whole model     test_an_export_holds_blocks_only
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onecopy.checkpoint import export
+from onecopy.checkpoint.manifest import Manifest
+from tests.checkpoint import small
+
+
+def save_where_folders_show_late(directory: str) -> int:
+    """Rank 0 alone may make folders; rank 1 sees them half a second later."""
+    import onecopy.checkpoint.folder as folder
+    import onecopy.checkpoint.save as save
+
+    engine = small.make_engine(3)
+    started, is_dir, made = time.monotonic(), Path.is_dir, [0]
+    make_folder = folder.make_folder
+
+    def late(path: Path) -> bool:
+        return time.monotonic() > started + 0.5 and is_dir(path)
+
+    def counted(path: Path) -> None:
+        made[0] += 1
+        make_folder(path)
+
+    folder.make_folder = counted
+    if torch.distributed.get_rank() == 1:
+        save.Path.is_dir = late
+    try:
+        engine.save_checkpoint(directory, "late")
+    finally:
+        Path.is_dir, folder.make_folder = is_dir, make_folder
+        engine.destroy()
+    return made[0]
+
+
+def test_a_folder_that_shows_late(world2, tmp_path: Path) -> None:
+    assert world2.run(save_where_folders_show_late, str(tmp_path / "new" / "run")) == [1, 0]
+    assert Manifest.read(tmp_path / "new" / "run" / "late").world_size == 2
+
+
+def save_with_a_slow_rank(directory: str) -> float:
+    """Rank 0 takes longer over its files than the time limit; it is at work, so nobody gives up."""
+    import onecopy.checkpoint.save as save
+
+    engine = small.make_engine(2, onecopy={"timeout_seconds": 3})
+    inner = save.write_pieces
+
+    def slow(*arguments: Any) -> None:
+        for _ in range(10):
+            time.sleep(0.5)
+            arguments[-1](0)
+        inner(*arguments)
+
+    if torch.distributed.get_rank() == 0:
+        save.write_pieces = slow
+    started = time.monotonic()
+    try:
+        engine.save_checkpoint(directory)
+        small.train(engine, 0, 1)
+    finally:
+        save.write_pieces = inner
+        engine.destroy()
+    return time.monotonic() - started
+
+
+def test_a_slow_rank_is_waited_for(world2, tmp_path: Path) -> None:
+    assert min(world2.run(save_with_a_slow_rank, str(tmp_path))) > 5
+
+
+def load_and_save_again(first: str, second: str) -> list[float]:
+    engine = small.make_engine(3, seed=4)
+    engine.load_checkpoint(first)
+    engine.save_checkpoint(second)
+    losses = small.train(engine, 3, 5)
+    engine.destroy()
+    return losses
+
+
+def test_a_save_after_a_load_elsewhere_is_whole(world, tmp_path: Path) -> None:
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    world(2).run(small.run_and_save, first, 1, "fp32")
+    losses = world(3).run(load_and_save_again, first, second)[0]
+    assert world(2).run(load_and_save_again, second, third)[0] == pytest.approx(losses, rel=1e-5)
+    origin, last = Manifest.read(Path(first, "global_step3")), Manifest.read(Path(third, "global_step3"))
+    assert last.problems(Path(third, "global_step3")) == []
+    assert set(last.tensors) == set(origin.tensors) and last.model == origin.model
+    assert all(last.tensors[key].shape == entry.shape for key, entry in origin.tensors.items())
+
+
+def test_an_export_holds_blocks_only(world1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest read is a block, however large the tensor, and the file is the same."""
+    from onecopy.checkpoint.reader import RangeReader
+
+    world1.run(small.run_and_save, str(tmp_path), 3, "fp32")
+    export(tmp_path, tmp_path / "whole", "fp16")
+    read, sizes = RangeReader.read, []
+
+    def counted(self: RangeReader, key: str, start: int, out: torch.Tensor) -> None:
+        sizes.append(out.numel())
+        read(self, key, start, out)
+
+    monkeypatch.setattr(RangeReader, "read", counted)
+    monkeypatch.setattr(sys.modules[export.__module__], "_BLOCK", 100)
+    export(tmp_path, tmp_path / "blocks", "fp16")
+    assert max(sizes) == 100 < 37 * small.WIDTH
+    name = "model.safetensors"
+    assert (tmp_path / "blocks" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
