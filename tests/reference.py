@@ -219,6 +219,7 @@ def residue_of(engine: Any) -> list[str]:
     left += [f"{slot.name} is pinned" for slot in engine.runtime.slots.slots if slot.pins]
     left += [f"{name} has a gradient" for name, p in engine.module.named_parameters() if p.grad is not None]
     left += [f"{unit.name} awaits a backward" for unit in engine.units if unit.outstanding]
+    left += [f"{g.flat.label} keeps its gradients' memory" for g in engine.gradients.all if g.pending_views]
     return left
 
 

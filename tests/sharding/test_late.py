@@ -48,7 +48,12 @@ class LateReduce:
 
     def finish(self, out: torch.Tensor, accumulate: bool) -> None:
         assert torch.isnan(self.buffer).all(), f"the buffer of {self.label} was used while its reduction was under way"
-        self.start(self.held, self.scratch, self.key, self.label).finish(out, accumulate)
+        pending = self.start(self.held, self.scratch, self.key, self.label)
+        pending.finish(out, accumulate)
+        pending.drain()
+
+    def drain(self) -> None:
+        pass
 
 
 def make_late(communicator: Any) -> None:

@@ -43,6 +43,9 @@ class _SumOnTheWire:
         else:
             out.copy_(self.own)
 
+    def drain(self) -> None:
+        """`finish` has waited for the collective, and the current stream reads the buffer before it writes it again."""
+
 
 @dataclass(slots=True)
 class _SumAtTheOwner:
@@ -56,6 +59,9 @@ class _SumAtTheOwner:
     def finish(self, out: torch.Tensor, accumulate: bool) -> None:
         self.communicator.wait_for(self.work.wait, f"reduce of {self.label}")
         self.communicator.sum(self.pieces, out, accumulate)
+
+    def drain(self) -> None:
+        """The collective is over when `finish` returns."""
 
 
 class Collective(Communicator):

@@ -28,7 +28,10 @@ class PendingReduce(Protocol):
     """A reduce-scatter in flight out of one buffer [n]."""
 
     def finish(self, out: torch.Tensor, accumulate: bool) -> None:
-        """Write (or add) the sum over ranks of this rank's part [n/N] to `out`; afterwards the buffer is free."""
+        """Write (or add) the sum over ranks of this rank's part [n/N] to `out`."""
+
+    def drain(self) -> None:
+        """After `finish`: return when nobody reads the buffer any more, so that it may be overwritten."""
 
 
 class Communicator(ABC):
@@ -42,7 +45,12 @@ class Communicator(ABC):
         watchdog: what looks after waits that never end, where there is one.
         waiting: what this rank waits for now and since when, for the error of a wait that never ends.
         imagined: the other ranks do not exist (torch's fake back end), so what they would have sent cannot be read.
+        needs_scratch: reduces are given room for what the other ranks send.
+        reads_in_place: the others read this rank's buffers where they lie, so a buffer is free some time after its use.
     """
+
+    needs_scratch = False
+    reads_in_place = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -55,6 +63,15 @@ class Communicator(ABC):
         self.watchdog: Watchdog | None = None
         self.imagined = "fake" in str(dist.get_backend_config(group))
         self.sum = RankOrderSum(device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory [nbytes] of uint8 for a buffer that will be gathered or reduced; not collective."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    @property
+    def unseen_bytes(self) -> int:
+        """Bytes of `allocate` that torch's allocator does not count."""
+        return 0
 
     @abstractmethod
     def start_gather(self, buffer: torch.Tensor, key: int, label: str) -> PendingGather:
@@ -70,7 +87,8 @@ class Communicator(ABC):
         """Start to sum `buffer` [n] over ranks, each rank receiving its own part.
 
         Args:
-            scratch: [n - n/N] elements of the buffer's dtype that the back end may use until the reduce is finished.
+            scratch: [n - n/N] elements of the buffer's dtype that the back end may use until the reduce is finished;
+                empty where it does not need them.
         """
 
     def sum_vector(self, vector: torch.Tensor, label: str) -> torch.Tensor:

@@ -13,8 +13,11 @@ import torch.distributed as dist
 from onecopy.comm.collective import Collective
 from onecopy.comm.communicator import Communicator
 from onecopy.comm.point_to_point import LARGEST_WORLD, PointToPoint
+from onecopy.comm.shared_memory import ImaginedSharedMemory, SharedMemory
 from onecopy.comm.watchdog import watchdog_for
 from onecopy.errors import CommunicationError
+
+_USUAL_TIMEOUT = timedelta(minutes=30)
 
 
 def default_device() -> torch.device:
@@ -66,13 +69,15 @@ def connect(
     group: dist.ProcessGroup | None,
     device: torch.device,
     timeout_seconds: float | None = None,
-    point_to_point: bool | None = None,
+    kind: str | None = None,
 ) -> Communicator:
     """A communicator over the ranks of `group` (default: all ranks), on process groups of its own. Collective.
 
     Args:
         timeout_seconds: how long a rank may wait for the others; default: the parent group's own timeout.
-        point_to_point: force or forbid point-to-point sends; default: on the CPU up to `LARGEST_WORLD` ranks.
+        kind: "collective", "point_to_point" or "shared_memory"; default: the first on accelerators and above
+            `LARGEST_WORLD` ranks, the last where all ranks share a machine, else the second. The last becomes the second
+            where memory cannot be shared.
     """
     parent = group if group is not None else dist.group.WORLD
     assert parent is not None
@@ -89,9 +94,19 @@ def connect(
             made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         return made
 
-    if point_to_point is None:
-        point_to_point = device.type == "cpu" and len(ranks) <= LARGEST_WORLD
-    communicator = PointToPoint(new_group(), device) if point_to_point else Collective(new_group(), new_group(), device)
+    if kind is None:
+        kind = "shared_memory" if device.type == "cpu" and len(ranks) <= LARGEST_WORLD else "collective"
+    communicator: Communicator | None = None
+    if kind == "collective":
+        communicator = Collective(new_group(), new_group(), device)
+    else:
+        made = new_group()
+        if kind == "shared_memory" and "fake" in str(dist.get_backend_config(made)):
+            communicator = ImaginedSharedMemory(made, device)
+        elif kind == "shared_memory" and len(ranks) > 1:
+            communicator = SharedMemory.try_to_connect(made, device, (timeout or _USUAL_TIMEOUT).total_seconds())
+        if communicator is None:
+            communicator = PointToPoint(made, device)
     communicator.watchdog = watchdog_for(communicator, timeout_seconds)
     return communicator
 

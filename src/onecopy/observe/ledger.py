@@ -49,6 +49,10 @@ class Entry:
     last_phase: str = ""
 
 
+ELSEWHERE: set[int] = set()
+"""Addresses of storages that are mapped here and belong to another process (or are no training state): not counted."""
+
+
 class Ledger(TorchDispatchMode):
     """Counts bytes of storages while it is entered (`with ledger:`); a storage born before is counted from `adopt` on.
 
@@ -96,6 +100,8 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         number = self._of.get(key)
         if number is None:
+            if ELSEWHERE and storage.data_ptr() in ELSEWHERE:
+                return None
             number = self.open(storage.nbytes(), category)
             self.bind(storage, number)
         elif category:

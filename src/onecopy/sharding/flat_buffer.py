@@ -93,7 +93,7 @@ class FlatBuffer:
         if self.place.sharded and all(is_unloaded(parameter) for parameter in self.parameters):
             own = self._await_weights(exact if self.trainable else given)
         else:
-            flat = torch.zeros(self.layout.numel, dtype=exact if self.trainable else given, device=device)
+            flat = self._new_whole(exact if self.trainable else given).zero_()
             for parameter, view in zip(self.parameters, self.views(flat), strict=True):
                 view.copy_(take_weights(parameter))
                 parameter.data = view  # frees the original now, not after the whole model has been copied
@@ -107,11 +107,18 @@ class FlatBuffer:
                 parameter.data = torch.empty(0, dtype=self.dtype, device=device)
                 guard(parameter)
             return
-        self.whole = flat if flat.dtype == self.dtype else flat.to(self.dtype)
+        self.whole = flat if flat.dtype == self.dtype else self._new_whole(self.dtype).copy_(flat)
         self._whole_views = self.views(self.whole)
         self.bind_whole()
         if self.trainable:
             self.master = self._master_of(flat)
+
+    def _new_whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """Room [n] for all weights; in memory that refreshes can gather into, where these will be refreshed."""
+        travels = not self.place.sharded and self.trainable and not self.optimizer_whole and dtype == self.dtype
+        if travels and self.communicator.world_size > 1:
+            return self.communicator.allocate(self.layout.numel * dtype.itemsize).view(dtype)
+        return torch.empty(self.layout.numel, dtype=dtype, device=self.communicator.device)
 
     def _await_weights(self, dtype: torch.dtype) -> torch.Tensor:
         """This rank's shard [n/N] of weights that a file will bring; nothing whole is allocated for them."""

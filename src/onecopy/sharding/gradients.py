@@ -23,13 +23,25 @@ from onecopy.sharding.flat_buffer import FlatBuffer
 
 
 class GradientSlot:
-    """A buffer that one flat buffer's gradients borrow, with room for what the other ranks send."""
+    """A buffer that one flat buffer's gradients borrow, with room for what the other ranks send where that is needed.
 
-    def __init__(self, nbytes: int, scratch_bytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+    Attributes:
+        busy: it holds gradients that are not reduced yet.
+        last: the reduce that was finished out of it last; other ranks may still read what it sent.
+    """
+
+    def __init__(self, memory: torch.Tensor, scratch: torch.Tensor) -> None:
+        self.memory = memory
+        self.scratch = scratch
         self.busy = False
+        self.last: PendingReduce | None = None
         self._views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def drain(self) -> None:
+        """Return when its bytes may be overwritten."""
+        if self.last is not None:
+            self.last.drain()
+            self.last = None
 
     def region(self, flat: FlatBuffer, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The slot as this flat buffer's gradients [n] of the wire dtype, and the parameters' views; made once."""
@@ -40,7 +52,8 @@ class GradientSlot:
         return found
 
     def scratch_for(self, flat: FlatBuffer, dtype: torch.dtype) -> torch.Tensor:
-        return self.scratch[: (flat.numel - flat.layout.shard_numel) * dtype.itemsize].view(dtype)
+        wanted = (flat.numel - flat.layout.shard_numel) * dtype.itemsize
+        return self.scratch[: min(wanted, self.scratch.numel())].view(dtype)
 
 
 @dataclass(eq=False, slots=True)
@@ -128,7 +141,7 @@ class Gradients:
         self._wait_phase = wait_phase
         self._slots: list[GradientSlot] = []
         if not self.alone:
-            self._slots = [self._new_slot() for _ in range(min(2, len(self.all)))]
+            self._slots = self._usual_slots()
 
     def set_order(self, flats: Sequence[FlatBuffer]) -> None:
         """Reduce in this order from the next round on; the same on all ranks."""
@@ -139,7 +152,8 @@ class Gradients:
         self.of |= {flat.key: FlatGradient(flat, self._wire_dtype or flat.dtype) for flat in flats}
         self.set_order(order)
         if not self.alone and flats:  # slots fit the largest
-            self._slots = [self._new_slot() for _ in range(min(2, len(self.all)))]
+            self._drain_slots()
+            self._slots = self._usual_slots()
 
     # ------------------------------------------------------------------------------------------------- one backward
     def begin_backward(self, deferring: bool) -> None:
@@ -215,7 +229,7 @@ class Gradients:
         for gradient in self.all:
             if gradient.slot is not None:
                 gradient.slot.busy = False
-            gradient.slot, gradient.pending = None, None
+            gradient.slot, gradient.pending, gradient.pending_views = None, None, []
             gradient.left = gradient.reduced = False
             gradient.written = [False] * len(gradient.written)
             gradient.used = [False] * len(gradient.used)
@@ -228,6 +242,7 @@ class Gradients:
     def free(self) -> None:
         """Give all memory back; no further gradient may come."""
         self.reset(keep_memory=False)
+        self._drain_slots()
         self._slots.clear()
 
     def any_missing(self) -> bool:
@@ -299,24 +314,41 @@ class Gradients:
         with self._wait_phase("reduce wait"):  # type: ignore[attr-defined]
             pending.finish(gradient.flat.owned(gradient.shard), accumulate=gradient.reduced)
         gradient.reduced = True
-        slot.busy = False
+        slot.busy, slot.last = False, pending
 
     def _acquire(self) -> GradientSlot:
-        """A free slot; when all hold gradients on their way, the oldest one's arrival is awaited."""
+        """A free slot, the one that has been free for longest; when two travel, the older one's arrival is awaited."""
         while True:
-            for slot in self._slots:
+            if len(self._in_flight) >= 2:
+                self._finish_oldest()
+            for place, slot in enumerate(self._slots):
                 if not slot.busy:
+                    slot.drain()
                     slot.busy = True
+                    self._slots.append(self._slots.pop(place))
                     return slot
             if self._in_flight:
                 self._finish_oldest()
             else:  # more buffers are half filled at once than there are slots: parallel branches
                 self._slots.append(self._new_slot())
 
+    def _usual_slots(self) -> list[GradientSlot]:
+        """Two: one fills while the other travels; a third where the others may still read the one before."""
+        wanted = 3 if self.communicator.reads_in_place else 2
+        return [self._new_slot() for _ in range(min(wanted, len(self.all)))]
+
+    def _drain_slots(self) -> None:
+        for slot in self._slots:
+            slot.drain()
+
     def _new_slot(self) -> GradientSlot:
         largest = max(g.flat.numel * g.wire_dtype.itemsize for g in self.all)
-        world = self.communicator.world_size
-        return GradientSlot(largest, largest // world * (world - 1), self.communicator.device)
+        communicator = self.communicator
+        scratch = (
+            largest // communicator.world_size * (communicator.world_size - 1) if communicator.needs_scratch else 0
+        )
+        empty = torch.empty(scratch, dtype=torch.uint8, device=communicator.device)
+        return GradientSlot(communicator.allocate(largest), empty)
 
     def _new_sum(self, gradient: FlatGradient) -> torch.Tensor:
         """Room for the sums: the whole-gradient buffer's own part where there is one (it has left by then), else new."""

@@ -32,8 +32,8 @@ class Slot:
         pins: how many forwards and backwards under way need the owner's weights.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, name: str) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, memory: torch.Tensor, name: str) -> None:
+        self.memory = memory
         self.name = name
         self.owner: Unit | None = None
         self.pins = 0
@@ -71,7 +71,7 @@ class SlotPool:
     """The slots of one engine, in size classes, so that one large unit does not make every slot large."""
 
     def __init__(self, units: "list[Unit]", per_class: int, communicator: Communicator) -> None:
-        self.device = communicator.device
+        self._allocate = communicator.allocate
         self.slots: list[Slot] = []
         self.storages: set[int] = set()  # of the slots' memory, to tell a view of a weight from other tensors
         self._class_of: dict[Unit, list[Slot]] = {}
@@ -117,7 +117,7 @@ class SlotPool:
         return slots[-1]
 
     def _new_slot(self, nbytes: int, name: str) -> Slot:
-        slot = Slot(nbytes, self.device, name)
+        slot = Slot(self._allocate(nbytes), name)
         self.slots.append(slot)
         self.storages.add(slot.memory.untyped_storage()._cdata)  # not data_ptr: it is 0 without real memory
         return slot
