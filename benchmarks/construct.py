@@ -119,7 +119,11 @@ def way_of(name: str, folder: Path, dtype: torch.dtype) -> Callable[[], Any]:
     import onecopy
     from onecopy import zero
 
-    document = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": dtype is torch.bfloat16}}
+    document = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": dtype is torch.bfloat16},
+    }
 
     def on_meta() -> Any:
         torch.set_default_dtype(dtype)

@@ -88,7 +88,10 @@ def test_answers_and_generation_from_every_source(tmp_path: Path, size: int) -> 
         for memory in world(size).run(infer, str(tmp_path), source, stage):
             assert memory["gradients"] == memory["masters"] == memory["moments"] == 0
             share = 4 * elements if stage == 0 else 4 * elements / size
-            assert memory["parameters"] <= share + 4 * 64 * size * 40, (source, memory)  # 40 parameters' paddings at most
+            assert memory["parameters"] <= share + 4 * 64 * size * 40, (
+                source,
+                memory,
+            )  # 40 parameters' paddings at most
 
 
 def memory_of_a_large_model(dtype: str) -> tuple[dict[str, int], int]:
@@ -143,7 +146,9 @@ def test_what_onecopy_does_not_have_is_refused_in_one_sentence(
 
 def test_defaults_are_deepspeeds() -> None:
     defaults = default_inference_config()
-    assert defaults["dtype"] is torch.float16 and defaults["max_out_tokens"] == 1024 and defaults["return_tuple"] is True
+    assert (
+        defaults["dtype"] is torch.float16 and defaults["max_out_tokens"] == 1024 and defaults["return_tuple"] is True
+    )
 
 
 def no_generate() -> str:

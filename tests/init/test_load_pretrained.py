@@ -186,7 +186,9 @@ def test_what_does_not_fit_is_said_on_every_rank(world2: World, tmp_path: Path) 
     assert f"lacks '{one}'" in said(without) and "strict=False" in said(without)
     assert said(without, strict=False) == f"missing ('{one}',) unexpected ()"
     assert "it has 'extra'" in said(other("more", {**kept, "extra": torch.zeros(2)}))
-    assert f"'{one}' has shape [7, 71] in the model and [7, 70]" in said(other("shape", {**kept, one: torch.zeros(7, 70)}))
+    assert f"'{one}' has shape [7, 71] in the model and [7, 70]" in said(
+        other("shape", {**kept, one: torch.zeros(7, 70)})
+    )
     assert "quantised" in said(other("integers", {**kept, one: torch.zeros(7, 71, dtype=torch.int8)}))
     assert "'mask'" in said("whole", unknown=True) and "reset_buffers" in said("whole", unknown=True)
     assert "downloads nothing" in said("nowhere")
@@ -227,7 +229,11 @@ def memory_of_loading(folder: str) -> tuple[int, int]:
 
 
 def test_a_rank_holds_its_shard_and_one_tensor_and_reads_its_part(tmp_path: Path) -> None:
-    save(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))), tmp_path / "large", dtype=torch.bfloat16)
+    save(
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))),
+        tmp_path / "large",
+        dtype=torch.bfloat16,
+    )
     save(nn.Linear(8, 8), tmp_path / "small")
     matrix = WIDTH * WIDTH * 4
     for grown, read in world(3).run(memory_of_loading, str(tmp_path)):

@@ -15,7 +15,7 @@ from torch import nn
 from onecopy.engine import Engine, initialize
 from onecopy.errors import ModelError
 from onecopy.inference.settings import InferenceSettings, read_settings
-from onecopy.init.load_pretrained import load_pretrained
+from onecopy.init.pretrained import load_pretrained
 from onecopy.init.whole_weights import whole_weights
 
 
@@ -37,7 +37,9 @@ def init_inference(model: nn.Module | None = None, config: Any = None, **kwargs:
     """
     settings = read_settings(config, kwargs)
     if isinstance(model, Engine | InferenceEngine):
-        raise ModelError(f"init_inference was given an {type(model).__name__}; give the model itself (engine.module) of no engine")
+        raise ModelError(
+            f"init_inference was given an {type(model).__name__}; give the model itself (engine.module) of no engine"
+        )
     assert isinstance(model, nn.Module), "init_inference needs model=, a torch.nn.Module"
     engine, *_ = initialize(model=model, config=settings.document())
     try:

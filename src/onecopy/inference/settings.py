@@ -110,7 +110,9 @@ def read_settings(config: Any, keywords: dict[str, Any]) -> InferenceSettings:
     _refuse(values)
     zero = values.get("zero") or {}
     if not isinstance(zero, dict):
-        raise ConfigError(f"init_inference's 'zero' is {zero!r}; give a zero_optimization block, such as {{'stage': 3}}")
+        raise ConfigError(
+            f"init_inference's 'zero' is {zero!r}; give a zero_optimization block, such as {{'stage': 3}}"
+        )
     return InferenceSettings(_dtype(values.get("dtype", torch.float16)), {"stage": 3, **zero}, _checkpoint(values))
 
 
@@ -123,13 +125,25 @@ def _refuse(values: dict[str, Any]) -> None:
         "mp_size": (values.get("mp_size"), values.get("mp_size") not in (None, 1), _NO_SPLIT),
         "injection_policy": (values.get("injection_policy"), bool(values.get("injection_policy")), _NO_SPLIT),
         "quant": (values.get("quant"), _enabled(values.get("quant")), _NO_QUANTISATION),
-        "ep_size": (values.get("ep_size"), values.get("ep_size") not in (None, 1), "expert parallelism is not in onecopy"),
-        "checkpoint": (values.get("checkpoint"), isinstance(values.get("checkpoint"), dict), "give the path of a folder"),
+        "ep_size": (
+            values.get("ep_size"),
+            values.get("ep_size") not in (None, 1),
+            "expert parallelism is not in onecopy",
+        ),
+        "checkpoint": (
+            values.get("checkpoint"),
+            isinstance(values.get("checkpoint"), dict),
+            "give the path of a folder",
+        ),
     }
     for name in ("replace_with_kernel_inject", "use_triton", "enable_cuda_graph"):
         asked[name] = (values.get(name), bool(values.get(name)), _NO_KERNELS)
     for name in ("save_mp_checkpoint_path", "keep_module_on_host"):
-        asked[name] = (values.get(name), bool(values.get(name)), "it belongs to tensor parallelism and kernels; leave it out")
+        asked[name] = (
+            values.get(name),
+            bool(values.get(name)),
+            "it belongs to tensor parallelism and kernels; leave it out",
+        )
     for name, (value, refused, why) in asked.items():
         if refused:
             raise ConfigError(f"init_inference({name}={value!r}) is refused: {why}")
@@ -139,7 +153,11 @@ def _enabled(quant: Any) -> bool:
     """DeepSpeed's block is on as soon as one of its parts is."""
     if not isinstance(quant, dict):
         return bool(quant)
-    return any(value is True if name == "enabled" else _enabled(value) for name, value in quant.items() if isinstance(value, bool | dict))
+    return any(
+        value is True if name == "enabled" else _enabled(value)
+        for name, value in quant.items()
+        if isinstance(value, bool | dict)
+    )
 
 
 def _dtype(given: Any) -> torch.dtype:

@@ -2,6 +2,6 @@
 
 from onecopy.init.construct import Init
 from onecopy.init.gathered import GatheredParameters
-from onecopy.init.load_pretrained import LoadedWeights, load_pretrained
+from onecopy.init.pretrained import LoadedWeights, load_pretrained
 
 __all__ = ["GatheredParameters", "Init", "LoadedWeights", "load_pretrained"]

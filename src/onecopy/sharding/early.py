@@ -26,7 +26,16 @@ from onecopy.sharding import host_memory
 from onecopy.sharding.parameter import ZeroParamStatus
 
 ATTRIBUTE = "_onecopy_early"  # where a parameter keeps its `EarlyShard`
-_CONTRACT = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist", "ds_process_group", "ds_param_type")
+_CONTRACT = (
+    "ds_id",
+    "ds_shape",
+    "ds_numel",
+    "ds_tensor",
+    "ds_status",
+    "ds_persist",
+    "ds_process_group",
+    "ds_param_type",
+)
 _METHODS = ("all_gather", "partition", "partition_numel", "ds_summary")
 _numbers = itertools.count()
 _communicators: dict[int, Collective] = {}

@@ -29,7 +29,10 @@ _DIMENSIONS = {_T.dim, _T.ndimension, _T.size, _T.ndim.__get__, _T.stride, torch
 _UNTOUCHED = METADATA - _DIMENSIONS
 _UNSEEN_WRITES = {
     _T.data.__get__,  # type: ignore[attr-defined]
-    *(getattr(_T, name) for name in ("numpy", "data_ptr", "untyped_storage", "storage", "__array__", "__dlpack__", "tolist")),
+    *(
+        getattr(_T, name)
+        for name in ("numpy", "data_ptr", "untyped_storage", "storage", "__array__", "__dlpack__", "tolist")
+    ),
 }
 _SHAPE = _T.shape.__get__  # type: ignore[attr-defined]
 _KEEP, _DROP, _SEND = 0, 1, 2

@@ -169,7 +169,9 @@ class Runtime:
     def _outer_before(self, module: nn.Module, args: Any) -> None:
         if in_backward():
             return
-        if module is self.model and self._stack and not self._inside:  # an exception left the last forward before its end
+        if (
+            module is self.model and self._stack and not self._inside
+        ):  # an exception left the last forward before its end
             self.recover()
         outermost = not self._stack
         self._push(None).of_model = module is self.model and outermost

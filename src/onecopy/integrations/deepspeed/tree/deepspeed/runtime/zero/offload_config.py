@@ -1,9 +1,9 @@
 """Names of places and states for `engine.offload_states`; offloading during a step is refused by the configuration."""
 
-from enum import Enum
+from enum import StrEnum
 
 
-class OffloadDeviceEnum(str, Enum):
+class OffloadDeviceEnum(StrEnum):
     """Where states may go."""
 
     none = "none"
@@ -11,7 +11,7 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
-class OffloadStateTypeEnum(str, Enum):
+class OffloadStateTypeEnum(StrEnum):
     """Kinds of training state."""
 
     optim_states = "optim_states"

@@ -132,7 +132,9 @@ def _match(model: nn.Module, targets: Sequence[Target], files: WeightFiles, stri
         wrong += _mismatch(target, stored, files)
         pairs.append((target, stored))
     if wrong:
-        raise ModelError(f"{files.path} does not fit the model: {_few(wrong)}; build the model from this folder's own settings")
+        raise ModelError(
+            f"{files.path} does not fit the model: {_few(wrong)}; build the model from this folder's own settings"
+        )
     known = {prefix.key(name) for name in all_names(targets)}
     unexpected = _not_ignored(model, "_keys_to_ignore_on_load_unexpected", [n for n in files.tensors if n not in known])
     missing = _not_ignored(model, "_keys_to_ignore_on_load_missing", missing) if not awaited else missing
@@ -149,8 +151,13 @@ def _match(model: nn.Module, targets: Sequence[Target], files: WeightFiles, stri
 def _mismatch(target: Target, stored: str, files: WeightFiles) -> list[str]:
     entry = files.tensors[stored]
     if entry.shape != target.shape:
-        return [f"'{target.names[0]}' has shape {list(target.shape)} in the model and {list(entry.shape)} in {entry.file.name}"]
-    if entry.dtype.is_floating_point != target.dtype.is_floating_point or entry.dtype.is_complex != target.dtype.is_complex:
+        return [
+            f"'{target.names[0]}' has shape {list(target.shape)} in the model and {list(entry.shape)} in {entry.file.name}"
+        ]
+    if (
+        entry.dtype.is_floating_point != target.dtype.is_floating_point
+        or entry.dtype.is_complex != target.dtype.is_complex
+    ):
         return [
             f"'{target.names[0]}' is {target.dtype} in the model and {entry.dtype} in {entry.file.name} (quantised weights "
             "must be dequantised first)"
