@@ -5,7 +5,8 @@
         --output_dir runs/hf --max_steps 60 --per_device_train_batch_size 8 --learning_rate 3e-3 --report_to none
 
 Without --model a small Llama learns the bytes of the text from random weights; with --model FOLDER that model and its
-tokenizer are fine-tuned (smollm2_folder.py makes one of a real model). All options of TrainingArguments are there, --resume_from_checkpoint among them.
+tokenizer are fine-tuned (smollm2_folder.py makes one of a real model). All options of TrainingArguments are there,
+--resume_from_checkpoint among them.
 """
 
 import resource

@@ -40,9 +40,7 @@ class Block(nn.Module):
 class Characters(L.LightningModule):
     """Predicts the next byte of a text."""
 
-    def __init__(
-        self, width: int = 128, blocks: int = 4, context: int = 64, rate: float = 3e-3, steps: int = 100
-    ) -> None:
+    def __init__(self, width: int = 128, blocks: int = 4, context: int = 64, rate: float = 2e-4) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.embedding = nn.Embedding(256, width)
@@ -70,7 +68,7 @@ class Characters(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["rate"])
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams["rate"], self.hparams["steps"] + 1)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=20)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -121,7 +119,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = Characters(steps=options.steps)
+    model = Characters()
     trainer.fit(model, *loaders, ckpt_path=options.folder / "last.ckpt" if options.resume else None)
     memory = trainer.strategy.engine.memory()
     (found,) = trainer.test(model, loaders[1], ckpt_path=options.folder / "last.ckpt", verbose=False)
