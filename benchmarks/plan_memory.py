@@ -50,9 +50,13 @@ def judged(row: Row) -> tuple[str, Interval]:
     """(what was measured, the plan's interval of it)."""
     torchtitan = row["parallelism"] == "FSDP8"
     one = subject_for("llama3-8b") if torchtitan else subject(row)
+    at_once = int(row["micro_batch"]) * int(row["n_gpus"])
+    several = (
+        2 if not torchtitan and float(row["global_batch"] or 0) > at_once else 1
+    )  # more than one micro-batch keeps gradients
     checkpointing = "selective" if row["act_ckpt"].startswith("selective") else row["act_ckpt"]
     setting = Setting(
-        int(row["zero_stage"]), int(row["micro_batch"]), 1, checkpointing, "bf16" if torchtitan else "fp16"
+        int(row["zero_stage"]), int(row["micro_batch"]), several, checkpointing, "bf16" if torchtitan else "fp16"
     )
     with mock.patch(
         "torch.nn.functional.scaled_dot_product_attention",

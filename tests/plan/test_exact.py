@@ -81,6 +81,30 @@ def test_plan_equals_a_real_run_to_the_byte(
     assert planned == world(size).run(measure, "gpt", stage, precision, accumulation, checkpointing)[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "checkpointing"), [("fp16", 1, "none"), ("fp16", 4, "full"), ("bf16", 1, "full")]
+)
+def test_plan_equals_a_run_of_four_ranks_to_the_byte(
+    stage: int, precision: str, accumulation: int, checkpointing: str
+) -> None:
+    with virtual_world(4, accelerator=False):
+        planned = measure("gpt", stage, precision, accumulation, checkpointing)
+    assert planned == world(4).run(measure, "gpt", stage, precision, accumulation, checkpointing)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(TINY))
+@pytest.mark.parametrize("stage", [0, 2])
+def test_transformers_models_with_accumulation_are_within_a_percent(name: str, stage: int) -> None:
+    pytest.importorskip("transformers")
+    with virtual_world(2, accelerator=False):
+        planned = measure(name, stage, "bf16", 4, "none")[0]
+    real = world(2).run(measure, name, stage, "bf16", 4, "none")[0][0]
+    assert planned == pytest.approx(real, rel=0.01)
+
+
 @pytest.mark.parametrize("name", sorted(TINY))
 @pytest.mark.parametrize(("stage", "precision", "checkpointing"), [(1, "fp32", "none"), (3, "bf16", "full")])
 def test_transformers_models_are_within_a_percent(name: str, stage: int, precision: str, checkpointing: str) -> None:
