@@ -33,8 +33,9 @@ from onecopy.observe.ledger import ELSEWHERE
 
 _TAGS = 1 << 15  # transfers with a higher tag go through sockets
 _POSTED, _FILE, _OFFSET, _READ = range(4)  # columns of the board; from _READ on one a rank
-_SPINS = 200  # looks before a waiting rank begins to sleep between them
+_SPINS = 20  # looks before a waiting rank begins to sleep between them
 _NAP_SECONDS = 50e-6
+_LONGEST_NAP_SECONDS = 1e-3  # naps grow with the wait, as the core may be wanted elsewhere
 _PATIENCE_SECONDS = 0.25  # after which a waiting rank copies others' gradients too, so that they get their buffers back
 _LIVENESS_SECONDS = 0.5  # how often a waiting rank looks whether the others still live
 
@@ -331,7 +332,7 @@ class SharedMemory(PointToPoint):
             spins += 1
             if spins < _SPINS:
                 continue
-            time.sleep(_NAP_SECONDS)
+            time.sleep(min(max(_NAP_SECONDS, (now - begun) / 20), _LONGEST_NAP_SECONDS))
             if now - looked > _LIVENESS_SECONDS:
                 looked = now
                 self._look_after(now - begun)
