@@ -98,7 +98,7 @@ class Clock:
 
     def _slowest(self, operation: Callable[[], Any], repeats: int) -> float:
         self._synchronize()
-        dist.barrier()
+        dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index or 0])
         start = time.perf_counter()
         for _ in range(repeats):
             operation()
@@ -207,8 +207,8 @@ def _calls(communicator: Communicator, nbytes: int, ranks: int) -> tuple[Callabl
     """A gather and a reduce of a whole buffer of `nbytes` in bf16, as the engine starts and finishes them."""
     device = communicator.device
     shard = max(64, nbytes // 2 // ranks)
-    buffer = torch.ones(shard * ranks, dtype=torch.bfloat16, device=device)
-    scratch = torch.empty(shard * (ranks - 1), dtype=torch.bfloat16, device=device)
+    buffer = communicator.allocate(2 * shard * ranks).view(torch.bfloat16).fill_(1)
+    scratch = torch.empty(shard * (ranks - 1) if communicator.needs_scratch else 0, dtype=torch.bfloat16, device=device)
     out = torch.empty(shard, dtype=torch.float32, device=device)
 
     def gather() -> None:
@@ -217,6 +217,8 @@ def _calls(communicator: Communicator, nbytes: int, ranks: int) -> tuple[Callabl
         pending.drain()
 
     def reduce() -> None:
-        communicator.start_reduce(buffer, scratch, 2, "a measured buffer").finish(out, accumulate=False)
+        pending = communicator.start_reduce(buffer, scratch, 2, "a measured buffer")
+        pending.finish(out, accumulate=False)
+        pending.drain()
 
     return gather, reduce
