@@ -141,7 +141,7 @@ class Gradients:
         self._wait_phase = wait_phase
         self._slots: list[GradientSlot] = []
         if not self.alone:
-            self._slots = self._usual_slots()
+            self._fit_slots()
 
     def set_order(self, flats: Sequence[FlatBuffer]) -> None:
         """Reduce in this order from the next round on; the same on all ranks."""
@@ -151,9 +151,8 @@ class Gradients:
         """Let these be reduced too, all in `order`, from the window that begins now on; the same on all ranks."""
         self.of |= {flat.key: FlatGradient(flat, self._wire_dtype or flat.dtype) for flat in flats}
         self.set_order(order)
-        if not self.alone and flats:  # slots fit the largest
-            self._drain_slots()
-            self._slots = self._usual_slots()
+        if not self.alone and flats:
+            self._fit_slots()
 
     # ------------------------------------------------------------------------------------------------- one backward
     def begin_backward(self, deferring: bool) -> None:
@@ -332,18 +331,26 @@ class Gradients:
             else:  # more buffers are half filled at once than there are slots: parallel branches
                 self._slots.append(self._new_slot())
 
-    def _usual_slots(self) -> list[GradientSlot]:
+    def _usual_count(self) -> int:
         """Two: one fills while the other travels; a third where the others may still read the one before."""
-        wanted = 3 if self.communicator.reads_in_place else 2
-        return [self._new_slot() for _ in range(min(wanted, len(self.all)))]
+        return min(3 if self.communicator.reads_in_place else 2, len(self.all))
+
+    def _fit_slots(self) -> None:
+        """Slots for what is reduced now: those there are, where the largest fits, as shared memory stays mapped by others."""
+        if any(slot.memory.nbytes < self._largest() for slot in self._slots):
+            self._drain_slots()
+            self._slots.clear()
+        self._slots += [self._new_slot() for _ in range(self._usual_count() - len(self._slots))]
 
     def _drain_slots(self) -> None:
         for slot in self._slots:
             slot.drain()
 
+    def _largest(self) -> int:
+        return max(g.flat.numel * g.wire_dtype.itemsize for g in self.all)
+
     def _new_slot(self) -> GradientSlot:
-        largest = max(g.flat.numel * g.wire_dtype.itemsize for g in self.all)
-        communicator = self.communicator
+        largest, communicator = self._largest(), self.communicator
         scratch = (
             largest // communicator.world_size * (communicator.world_size - 1) if communicator.needs_scratch else 0
         )
