@@ -73,6 +73,10 @@ class Communicator(ABC):
         """Bytes of `allocate` that torch's allocator does not count."""
         return 0
 
+    def serve_idle(self) -> None:
+        """Called from another thread now and then: do what other ranks wait for and this rank's own calls do not do yet."""
+        return  # where nothing waits for this rank's calls
+
     @abstractmethod
     def start_gather(self, buffer: torch.Tensor, key: int, label: str) -> PendingGather:
         """Start to fill `buffer` [n] in place from every rank's own part [n/N], which is already there.

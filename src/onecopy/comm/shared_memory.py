@@ -9,14 +9,17 @@ reading, stands on its board: a table of 64-bit numbers that the others map too.
     read    another rank's part has been copied or added: a number on my board  -> that rank may overwrite it
 
 A blocked wait also serves the other transfers in flight, so that ranks whose calls come in another order do not block
-each other. Only for processors that show stores to others in program order (x86-64): elsewhere, and wherever a rank
-cannot open another's files (other machines, other containers), `point_to_point.py` is used, as it is here for buffers
-that are not shared.
+each other; the watchdog's thread serves gathers, so that a rank may read refreshed weights while the others are elsewhere.
+
+Only for processors that show stores to others in program order (x86-64): elsewhere, and wherever a rank cannot open
+another's files (other machines, other containers), `point_to_point.py` is used, as it is here for buffers that are not
+shared.
 """
 
 import mmap
 import os
 import platform
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -33,6 +36,7 @@ from onecopy.observe.ledger import ELSEWHERE
 
 _TAGS = 1 << 15  # transfers with a higher tag go through sockets
 _POSTED, _FILE, _OFFSET, _READ = range(4)  # columns of the board; from _READ on one a rank
+_CLOSED = -1  # in place of a board's signature: its rank has left
 _SPINS = 20  # looks before a waiting rank begins to sleep between them
 _NAP_SECONDS = 50e-6
 _LONGEST_NAP_SECONDS = 1e-3  # naps grow with the wait, as the core may be wanted elsewhere
@@ -110,9 +114,14 @@ class _Transfer:
         communicator.board[self.tag, _READ + peer] = self.count
 
     def all_have_read(self) -> bool:
+        """Ranks that have left never will, and need not."""
         communicator = self.communicator
         column = _READ + communicator.rank
-        return all(communicator.boards[peer][self.tag, column] >= self.count for peer in communicator.peers)
+        return all(
+            communicator.boards[peer][self.tag, column] >= self.count
+            for peer in communicator.peers
+            if peer not in communicator.gone
+        )
 
     def progress(self) -> bool:
         """Take what has become ready; whether nothing is left to take."""
@@ -127,12 +136,13 @@ class _Gather(_Transfer):
     parts: tuple[torch.Tensor, ...]  # N of [n/N]
 
     def progress(self) -> bool:
-        for peer in [peer for peer in self.unread if self.ready(peer)]:
-            part = self.parts[peer]
-            part.copy_(self.communicator.part_of(peer, self.tag, part))
-            self.acknowledge(peer)
-            self.unread.remove(peer)
-        return not self.unread
+        with self.communicator.serving:
+            for peer in [peer for peer in self.unread if self.ready(peer)]:
+                part = self.parts[peer]
+                part.copy_(self.communicator.part_of(peer, self.tag, part))
+                self.acknowledge(peer)
+                self.unread.remove(peer)
+            return not self.unread
 
     def wait(self) -> None:
         self.communicator.wait_until(self.progress, f"gather of {self.label}")
@@ -182,6 +192,8 @@ class SharedMemory(PointToPoint):
 
     Attributes:
         board: this rank's own numbers [tags, 3 + world size]; `boards` has every rank's.
+        gone: ranks whose process has ended, or that have closed their communicator, as far as this rank has noticed.
+        serving: held while parts of gathers are taken, which two threads do.
     """
 
     needs_scratch = False
@@ -199,7 +211,10 @@ class SharedMemory(PointToPoint):
         self._processes: list[int] = []
         self.boards: list[numpy.ndarray] = []
         self.board = numpy.empty((0, 0), dtype=numpy.int64)
-        self._closer = weakref.finalize(self, _close_all, self._files)
+        self.gone: dict[int, str] = {}
+        self.serving = threading.RLock()
+        self._quiet = threading.Event()
+        self._closer = weakref.finalize(self, _close_all, self._files, self._quiet, self.serving)
 
     @classmethod
     def try_to_connect(
@@ -257,7 +272,10 @@ class SharedMemory(PointToPoint):
         number, offset = int(board[tag, _FILE]), int(board[tag, _OFFSET])
         found = self._mapped.get((peer, number))
         if found is None:
-            found = self._mapped[(peer, number)] = _open(self._processes[peer], number)
+            try:
+                found = self._mapped[(peer, number)] = _open(self._processes[peer], number)
+            except OSError as error:
+                raise RuntimeError(f"the memory of rank {peer} cannot be mapped: {error}") from error
         start = offset + (peer if place is None else place) * like.nbytes
         return found[start : start + like.nbytes].view(like.dtype)
 
@@ -317,6 +335,13 @@ class SharedMemory(PointToPoint):
                 if not ((reduces or isinstance(transfer, _Gather)) and transfer.progress())
             ]
 
+    def serve_idle(self) -> None:
+        """Take gathers from another thread: the others need not wait until this rank's own comes by."""
+        for transfer in list(self._in_flight):
+            with self.serving:
+                if isinstance(transfer, _Gather) and not self._quiet.is_set():
+                    transfer.progress()
+
     # ------------------------------------------------------------------------------------------------------------ waits
     def wait_until(self, done: Callable[[], bool], what: str) -> None:
         """Return when `done()`; a rank that dies, stays away for too long or blocks all others becomes one error."""
@@ -336,6 +361,8 @@ class SharedMemory(PointToPoint):
             if now - looked > _LIVENESS_SECONDS:
                 looked = now
                 self._look_after(now - begun)
+                if self.gone and not done():
+                    raise RuntimeError(next(iter(self.gone.values())))
 
     def _look_after(self, waited: float) -> None:
         if self.watchdog is not None and self.watchdog.finding is not None:
@@ -343,19 +370,26 @@ class SharedMemory(PointToPoint):
             raise RuntimeError("all ranks wait")
         for peer in self.peers:
             if not _lives(self._processes[peer]):
-                raise RuntimeError(f"the process of rank {peer} ({self._processes[peer]}) has ended")
+                self.gone[peer] = f"the process of rank {peer} ({self._processes[peer]}) has ended"
+            elif self.boards[peer][0, 0] == _CLOSED:
+                self.gone[peer] = f"rank {peer} has left"
         if waited > self._timeout_seconds:
             raise RuntimeError(f"timed out after {self._timeout_seconds:.0f} s")
 
     def close(self) -> None:
+        if self.board.size:
+            self.board[0, 0] = _CLOSED
         super().close()
-        self._in_flight.clear()
+        self._quiet.set()
+        with self.serving:
+            self._in_flight.clear()
         self._last.clear()
         for mapped in self._mapped.values():
             ELSEWHERE.discard(mapped.untyped_storage().data_ptr())
         for board in self.boards:
             ELSEWHERE.discard(board.ctypes.data)
         self._mapped.clear()
+        self._place_of.clear()  # what others still use lives on with its tensors
         self._closer()
 
 
@@ -369,7 +403,10 @@ class ImaginedSharedMemory(PointToPoint):
         return buffer[:numel]  # what is read there means nothing anyway
 
 
-def _close_all(files: list[_File]) -> None:
+def _close_all(files: list[_File], quiet: threading.Event, serving: threading.RLock) -> None:
+    quiet.set()
+    if serving.acquire(timeout=5.0):  # a thread must not be inside torch when the interpreter ends
+        serving.release()
     for file in files:
         file.close()
     files.clear()

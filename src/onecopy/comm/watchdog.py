@@ -48,6 +48,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(_LOOK_EVERY_SECONDS, self._patience / 2)):
+            try:
+                self._communicator.serve_idle()
+            except RuntimeError:
+                pass  # this rank's own wait will meet it and say so
             waiting = self._communicator.waiting
             if waiting is None or time.monotonic() - waiting[1] < self._patience:
                 self._still = 0
