@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -120,6 +121,38 @@ def parked(stage: int, include: tuple[str, ...] | None) -> None:
 def test_states_leave_the_device_and_come_back_bit_for_bit(world2: World, stage: int, include: Any) -> None:
     """Between steps; in between a use says what is missing."""
     world2.run(parked, stage, include)
+
+
+class Root(Net):
+    """Its root owns a matrix, which is held from a forward to its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Parameter(torch.eye(64) * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sum() * self.last
+
+
+def parked_after_a_forward() -> None:
+    with mock.patch("onecopy.comm.shared_memory.can_share", return_value=False):  # what is shared stays where it is
+        engine = onecopy.initialize(model=Root(), config=configuration(3))[0]
+    before = engine(data(0, 0)).detach().clone()
+    engine._park(frozenset(onecopy.engine.parking.KINDS), False, False)
+    elsewhere = [torch.full((1 << 12,), 7.0) for _ in range(8)]
+    engine.reload_states()
+    del elsewhere
+    assert torch.equal(engine(data(0, 0)), before)
+    with pytest.raises(ModelError, match="reload_states"):
+        engine._park(frozenset(["hp_params"]), False, False)
+        engine.save_checkpoint("nowhere")
+    engine.reload_states()
+    engine.destroy()
+
+
+def test_states_leave_after_a_forward_without_a_backward(world2: World) -> None:
+    """What the root owns is gathered anew afterwards; and nothing is saved meanwhile."""
+    world2.run(parked_after_a_forward)
 
 
 def refuse_offload() -> None:

@@ -42,7 +42,11 @@ class ParkedStates:
 
     def park(self, kinds: frozenset[str], pin_memory: bool, non_blocking: bool) -> None:
         """Move the kinds that are not away yet."""
-        self.engine.runtime.release_all()
+        runtime = self.engine.runtime
+        runtime.recover()  # a forward without a backward still holds what the root owns
+        runtime.release_all()
+        for slot in runtime.slots.slots:
+            slot.drain()  # a gather started ahead must not arrive where no memory is
         for unit in self.engine.units:
             unit.finish_refresh()
         seen = {tensor.untyped_storage()._cdata for tensor, _ in self._copies}

@@ -56,6 +56,7 @@ class Persistence:
         """
         from onecopy.checkpoint.parts import part_folder
 
+        cast("Engine", self)._check_states_are_here()
         save_dir = part_folder(self.model_parallel, save_dir)
         return self._checkpoint_saver().save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
@@ -88,6 +89,7 @@ class Persistence:
         from onecopy.checkpoint.load import Loader, Wanted
         from onecopy.checkpoint.parts import common_tag, part_folder
 
+        cast("Engine", self)._check_states_are_here()
         self.wait_for_checkpoint()
         runtime = cast("Engine", self).runtime
         if runtime.micro_batches == 0:
@@ -130,6 +132,7 @@ class Persistence:
         from onecopy.checkpoint.export import Exporter
         from onecopy.checkpoint.parts import part_folder
 
+        cast("Engine", self)._check_states_are_here()
         if self._exporter is None:
             self._exporter = Exporter(cast("Engine", self))
         save_dir = part_folder(self.model_parallel, save_dir)
@@ -143,6 +146,7 @@ class Persistence:
         """All weights in the dtype they are computed in, on rank 0's host; None on the other ranks."""
         from onecopy.checkpoint.export import consolidated
 
+        cast("Engine", self)._check_states_are_here()
         return consolidated(cast("Engine", self), exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(
