@@ -56,10 +56,13 @@ def go_on(folder: str, stage: int, precision: str) -> Any:
     return path, client_state, found, scale, losses
 
 
+FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 and later
+
+
 @pytest.fixture
 def sample(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     with tarfile.open(SAMPLES / f"{request.param}.tar.xz") as archive:
-        archive.extractall(tmp_path / "theirs", filter="data")
+        archive.extractall(tmp_path / "theirs", **FILTER)
     return next((tmp_path / "theirs").iterdir())
 
 

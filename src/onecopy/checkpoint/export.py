@@ -85,6 +85,7 @@ class Exporter:
                 files.discard()
             raise
         self._together(meeting, "done", lambda: self._finish(files, name) if meeting.rank == 0 else None)
+        meeting.part()
         return True
 
     def _write(self, files: WeightFiles, weights: list[Weight], meeting: Meeting) -> None:

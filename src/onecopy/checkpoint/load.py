@@ -158,7 +158,9 @@ class Loader:
                 optimizer_state.restore_states(engine, reader)
         except (CheckpointError, OSError) as error:
             problem = f"{error}; the engine holds a part of the checkpoint only and must load again before it is used"
-        raise_first(meeting.exchange("read", {"problem": problem}))
+        outcomes = meeting.exchange("read", {"problem": problem})
+        meeting.part()
+        raise_first(outcomes)
         if engine.awaited is not None:  # a model of the meta device waits for its values
             names = saved_keys(engine, reader.manifest) if wanted.custom_load is None else engine.awaited.names
             engine.awaited.arrived(list(names))

@@ -107,6 +107,21 @@ class Meeting:
             self._beaten = now
             self._write(f"beat/{self.rank}", self._worked)
 
+    def part(self) -> None:
+        """The end of the call: rank 0, in whose process the store may live, stays until the others have read all they need.
+
+        A program that ends right after its last save or load would otherwise take the store from under the others' feet.
+        """
+        if self._alone:
+            return
+        try:
+            if self.rank:
+                self.publish("parted", None)
+            else:
+                self._gather("parted")  # a rank that does not come has its own error
+        except RuntimeError:
+            pass  # the store has gone already, and nothing is needed from it any more
+
     def leave(self) -> None:
         """Take back what this rank published."""
         if self._store is not None:

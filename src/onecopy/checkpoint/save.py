@@ -265,6 +265,7 @@ def write(job: Job) -> None:
         problem = _lead(job, written)
         meeting.publish("done", {"problem": problem})
     answer = _leaders_word(job)
+    meeting.part()
     if answer["problem"]:
         raise CheckpointError(
             f"checkpoint '{job.tag}' was not saved: {answer['problem']}; {folder.describe_tags(job.directory)}"
