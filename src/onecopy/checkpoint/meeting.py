@@ -118,7 +118,7 @@ class Meeting:
             if self.rank:
                 self.publish("parted", None)
             else:
-                self._gather("parted")  # a rank that does not come has its own error
+                self._gather("parted", list(range(1, self.world_size)))  # one that does not come has its own error
         except RuntimeError:
             pass  # the store has gone already, and nothing is needed from it any more
 
