@@ -143,6 +143,28 @@ def test_edits_of_one_rank_reach_every_master(world: GetWorld, stage: int, low: 
         assert rank["row"].tolist() == rank["live"].tolist() == [7.0] * 5
 
 
+def edit_after_a_forward() -> None:
+    """A forward without a backward leaves units in their slots; edits are made while another context holds a neighbour."""
+    engine = engine_of(3, onecopy={"slots": 4})
+    for layer in range(3):
+        before = loss_of(engine).item()
+        weight, bias = engine.module[layer][0].weight, engine.module[layer][0].bias
+        with onecopy.zero.GatheredParameters(bias):
+            with onecopy.zero.GatheredParameters(weight, modifier_rank=0):
+                if engine.communicator.rank == 0:
+                    weight.data.neg_()
+            assert bias.shape == (5,) and torch.isfinite(bias).all()
+        after = loss_of(engine).item()
+        with torch.no_grad():
+            loss_of(engine)  # nothing stays in a slot after it
+            assert after == loss_of(engine).item() != before
+    engine.destroy()
+
+
+def test_edits_are_seen_by_the_next_forward(world: GetWorld) -> None:
+    world(2).run(edit_after_a_forward)
+
+
 def read_released() -> list[str]:
     engine = engine_of(3)
     said = []

@@ -72,6 +72,9 @@ class GatheredParameters:
             home = parameter._onecopy  # type: ignore[attr-defined]
             _flat_of(parameter, home).unbind_one(home.index)
         self._borrowed, self._before = [], []
+        if self._modifier is not None:
+            for unit in dict.fromkeys(home.unit for _, home in self._homes):
+                unit.outdate()
         self._early.exit(keep_edits=kind is None)
 
     def _keep_edits(self, parameter: nn.Parameter, home: ParameterHome, before: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from onecopy.sharding.flat_buffer import FlatBuffer
-from onecopy.sharding.parameter import ZeroParamStatus
+from onecopy.sharding.parameter import GuardedParameter, ZeroParamStatus
 from onecopy.sharding.slots import Slot, region_bytes
 
 
@@ -94,6 +94,22 @@ class Unit:
             self.slot = None
         for flat in self.sharded:
             flat.unbind(self._placeholders[flat.dtype])
+        self._set_status(ZeroParamStatus.NOT_AVAILABLE)
+
+    def outdate(self) -> None:
+        """The weights have changed where they are kept: unless in use, give the slot up, so that they are gathered anew.
+
+        Parameters that somebody holds whole stay so. Not collective; every rank does it.
+        """
+        if self.slot is None or self.slot.pins:
+            return
+        self.slot.drain()
+        self.slot.owner = None
+        self.slot = None
+        for flat in self.sharded:
+            for index, parameter in enumerate(flat.parameters):
+                if isinstance(parameter, GuardedParameter):
+                    flat.unbind_one(index)
         self._set_status(ZeroParamStatus.NOT_AVAILABLE)
 
     def whole_of(self, flat: FlatBuffer) -> torch.Tensor:
