@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from onecopy.comm.communicator import PendingGather, PendingReduce
 from onecopy.comm.point_to_point import PointToPoint
+from onecopy.errors import CommunicationError
 from onecopy.observe.ledger import ELSEWHERE
 
 _TAGS = 1 << 15  # transfers with a higher tag go through sockets
@@ -58,16 +59,33 @@ class _File:
     """Anonymous memory that other processes of this user can map while it is open here."""
 
     def __init__(self, nbytes: int) -> None:
-        self.number = os.memfd_create("onecopy", os.MFD_CLOEXEC)
+        self.number = -1
         self.nbytes = nbytes
-        os.ftruncate(self.number, max(1, nbytes))
-        self.bytes = _map(self.number)
+        try:
+            self.number = os.memfd_create("onecopy", os.MFD_CLOEXEC)
+            os.ftruncate(self.number, max(1, nbytes))
+            self.bytes = _map(self.number)
+        except OSError as error:
+            self.close()
+            raise CommunicationError(
+                f"memory of {nbytes} bytes for the ranks of this machine to share could not be made ({error}); allow this process "
+                "more memory or more open files (`ulimit -n`), or give a larger zero_optimization.reduce_bucket_size"
+            ) from error
 
     def close(self) -> None:
         """Nobody can map it any more; what is mapped stays until its tensors are gone."""
         if self.number >= 0:
             os.close(self.number)
             self.number = -1
+
+
+def _allow_many_files() -> None:
+    """Every buffer is a file: take the number of open files that this process may have at most."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _map(number: int) -> torch.Tensor:
@@ -223,8 +241,14 @@ class SharedMemory(PointToPoint):
         """Map each other's boards; None, on every rank, where one of them cannot. Collective."""
         self = cls(group, device, timeout_seconds)
         able = can_share(device, self.world_size)
+        if able:
+            _allow_many_files()
         shape = (_TAGS, _READ + self.world_size)
-        mine = self._new_file(shape[0] * shape[1] * 8) if able else None
+        mine: _File | None = None
+        try:
+            mine = self._new_file(shape[0] * shape[1] * 8) if able else None
+        except CommunicationError:
+            able = False  # said to the others below; all use sockets then
         told = self.exchange((os.getpid(), mine.number if mine else -1, os.getpid() + 7 * self.rank), "boards")
         self._processes = [process for process, _, _ in told]
         if mine is not None:
