@@ -283,7 +283,7 @@ class Runtime:
 
     def _prefetch(self) -> None:
         """Start the gathers that come next in the recorded order, as far as slots and the configured bound allow."""
-        if not self.limits.overlap:
+        if not self.limits.overlap or not self.slots.slots:  # nothing is gathered where weights are whole
             return
         elements = self.limits.prefetch_elements
         needed: set[Unit] = set()
