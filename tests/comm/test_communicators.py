@@ -176,7 +176,7 @@ def test_ranks_of_one_machine_share_memory(world2: World) -> None:
 
 def strangers() -> str:
     """The other rank's files cannot be opened, as in another container."""
-    with mock.patch("onecopy.comm.shared_memory._open", side_effect=PermissionError):
+    with mock.patch("onecopy.comm.shared_memory.open_of", side_effect=PermissionError):
         communicator = connect(None, CPU)
     kind = type(communicator).__name__
     communicator.close()

@@ -16,7 +16,6 @@ another's files (other machines, other containers), `point_to_point.py` is used,
 shared.
 """
 
-import mmap
 import os
 import platform
 import threading
@@ -24,7 +23,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy
 import torch
@@ -32,6 +30,7 @@ import torch.distributed as dist
 
 from onecopy.comm.communicator import PendingGather, PendingReduce
 from onecopy.comm.point_to_point import PointToPoint
+from onecopy.comm.shared_files import SharedFile, allow_many_files, lives, open_of
 from onecopy.errors import CommunicationError
 from onecopy.observe.ledger import ELSEWHERE
 
@@ -53,61 +52,6 @@ def can_share(device: torch.device, world_size: int) -> bool:
         and hasattr(os, "memfd_create")
         and platform.machine() in ("x86_64", "AMD64")
     )
-
-
-class _File:
-    """Anonymous memory that other processes of this user can map while it is open here."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.number = -1
-        self.nbytes = nbytes
-        try:
-            self.number = os.memfd_create("onecopy", os.MFD_CLOEXEC)
-            os.ftruncate(self.number, max(1, nbytes))
-            self.bytes = _map(self.number)
-        except OSError as error:
-            self.close()
-            raise CommunicationError(
-                f"memory of {nbytes} bytes for the ranks of this machine to share could not be made ({error}); allow this process "
-                "more memory or more open files (`ulimit -n`), or give a larger zero_optimization.reduce_bucket_size"
-            ) from error
-
-    def close(self) -> None:
-        """Nobody can map it any more; what is mapped stays until its tensors are gone."""
-        if self.number >= 0:
-            os.close(self.number)
-            self.number = -1
-
-
-def _allow_many_files() -> None:
-    """Every buffer is a file: take the number of open files that this process may have at most."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _map(number: int) -> torch.Tensor:
-    """The bytes of an open file as a tensor; the mapping lives as long as the tensor."""
-    mapped = mmap.mmap(number, os.fstat(number).st_size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a wish
-    return torch.frombuffer(mapped, dtype=torch.uint8)
-
-
-def _open(process: int, number: int) -> torch.Tensor:
-    """Map a file that another process has open."""
-    descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
-    try:
-        mapped = _map(descriptor)
-    finally:
-        os.close(descriptor)
-    ELSEWHERE.add(mapped.untyped_storage().data_ptr())
-    return mapped
 
 
 @dataclass(eq=False, slots=True)
@@ -220,8 +164,8 @@ class SharedMemory(PointToPoint):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float) -> None:
         super().__init__(group, device)
         self._timeout_seconds = timeout_seconds
-        self._files: list[_File] = []
-        self._place_of: dict[int, _File] = {}  # by the address of its first byte
+        self._files: list[SharedFile] = []
+        self._place_of: dict[int, SharedFile] = {}  # by the address of its first byte
         self._mapped: dict[tuple[int, int], torch.Tensor] = {}
         self._counts: dict[int, int] = {}
         self._last: dict[int, _Transfer] = {}
@@ -242,9 +186,9 @@ class SharedMemory(PointToPoint):
         self = cls(group, device, timeout_seconds)
         able = can_share(device, self.world_size)
         if able:
-            _allow_many_files()
+            allow_many_files()
         shape = (_TAGS, _READ + self.world_size)
-        mine: _File | None = None
+        mine: SharedFile | None = None
         try:
             mine = self._new_file(shape[0] * shape[1] * 8) if able else None
         except CommunicationError:
@@ -268,7 +212,7 @@ class SharedMemory(PointToPoint):
         """Whether the file of that number in that process is that rank's board (and not of a namesake elsewhere)."""
         process, number, signature = told
         try:
-            board = _open(process, number).numpy().view(numpy.int64).reshape(shape)
+            board = open_of(process, number).numpy().view(numpy.int64).reshape(shape)
         except (OSError, ValueError):
             return False
         self.boards[peer] = board
@@ -285,8 +229,8 @@ class SharedMemory(PointToPoint):
     def unseen_bytes(self) -> int:
         return sum(file.nbytes for file in self._place_of.values())
 
-    def _new_file(self, nbytes: int) -> _File:
-        file = _File(nbytes)
+    def _new_file(self, nbytes: int) -> SharedFile:
+        file = SharedFile(nbytes)
         self._files.append(file)
         return file
 
@@ -297,7 +241,7 @@ class SharedMemory(PointToPoint):
         found = self._mapped.get((peer, number))
         if found is None:
             try:
-                found = self._mapped[(peer, number)] = _open(self._processes[peer], number)
+                found = self._mapped[(peer, number)] = open_of(self._processes[peer], number)
             except OSError as error:
                 raise RuntimeError(f"the memory of rank {peer} cannot be mapped: {error}") from error
         start = offset + (peer if place is None else place) * like.nbytes
@@ -336,7 +280,7 @@ class SharedMemory(PointToPoint):
         self._counts[tag] = count = self._counts.get(tag, 0) + 1
         return count
 
-    def _post(self, transfer: _Transfer, file: _File, buffer: torch.Tensor) -> None:
+    def _post(self, transfer: _Transfer, file: SharedFile, buffer: torch.Tensor) -> None:
         self.serve()
         row = self.board[transfer.tag]
         row[_FILE] = file.number
@@ -393,7 +337,7 @@ class SharedMemory(PointToPoint):
             time.sleep(2.0)  # the other ranks come to the same finding
             raise RuntimeError("all ranks wait")
         for peer in self.peers:
-            if not _lives(self._processes[peer]):
+            if not lives(self._processes[peer]):
                 self.gone[peer] = f"the process of rank {peer} ({self._processes[peer]}) has ended"
             elif self.boards[peer][0, 0] == _CLOSED:
                 self.gone[peer] = f"rank {peer} has left"
@@ -427,18 +371,10 @@ class ImaginedSharedMemory(PointToPoint):
         return buffer[:numel]  # what is read there means nothing anyway
 
 
-def _close_all(files: list[_File], quiet: threading.Event, serving: threading.RLock) -> None:
+def _close_all(files: list[SharedFile], quiet: threading.Event, serving: threading.RLock) -> None:
     quiet.set()
     if serving.acquire(timeout=5.0):  # a thread must not be inside torch when the interpreter ends
         serving.release()
     for file in files:
         file.close()
     files.clear()
-
-
-def _lives(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")
