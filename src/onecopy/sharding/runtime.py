@@ -169,10 +169,8 @@ class Runtime:
     def _outer_before(self, module: nn.Module, args: Any) -> None:
         if in_backward():
             return
-        if (
-            module is self.model and self._stack and not self._inside
-        ):  # an exception left the last forward before its end
-            self.recover()
+        if module is self.model and self._stack and not self._inside:
+            self.recover()  # an exception left the last forward before its end
         outermost = not self._stack
         self._push(None).of_model = module is self.model and outermost
 
