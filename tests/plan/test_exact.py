@@ -29,8 +29,8 @@ TINY = {
 }
 
 
-def gpt(layers: int = 3) -> Subject:
-    shape = GPTConfig(VOCABULARY, LENGTH, layers, 4, 64)
+def gpt(layers: int = 3, dropout: float = 0.0) -> Subject:
+    shape = GPTConfig(VOCABULARY, LENGTH, layers, 4, 64, dropout)
 
     def batch(size: int, length: int) -> dict[str, torch.Tensor]:
         return {
@@ -146,6 +146,12 @@ def test_one_warm_window_stands_for_later_ones() -> None:
     with virtual_world(4):
         later = rehearse(gpt(), config, 2, LENGTH, windows=3).peak
     assert exact(gpt(), setting, 4, LENGTH).peak == later
+
+
+def test_dropout_keeps_what_it_keeps_on_an_accelerator() -> None:
+    """One byte an element of each dropout, and no attention scores: not the CPU's noise as wide as the input."""
+    kept = [exact(gpt(dropout=share), Setting(3, 2), 4, LENGTH).peak for share in (0.0, 0.1)]
+    assert kept[1] - kept[0] == (2 * 3 + 1) * 2 * LENGTH * 64
 
 
 def test_a_deep_model_is_extended_from_two_depths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onecopy.comm import connect, ensure_process_group
+from onecopy.comm.communicator import Communicator
 from onecopy.comm.connect import default_device
 from onecopy.comm.model_parallel import ModelParallel, model_parallel_of
 from onecopy.config import Config, load
@@ -36,6 +37,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    communicator: Communicator | None = None,
 ) -> tuple[Engine, Any, Any, Any]:
     """Shard `model`'s training state over the ranks. Collective: every rank calls it with the same model.
 
@@ -50,6 +52,8 @@ def initialize(
             `get_model_parallel_group()` of several ranks, norms are taken over both groups, and a parameter that is split
             between these ranks has an attribute `model_parallel` (or `tensor_model_parallel`) that is true.
         config: a dictionary, the path of a JSON file, or base64 of JSON; `config_params` is its old name.
+        communicator: the ranks to shard over, already connected (a rehearsal's imagined ones); default: `comm.connect` connects the
+            group that `mpu` or `mesh_param` names, or all ranks. The engine closes it.
 
     Returns:
         (engine, optimizer, data loader or None, scheduler or None). The optimizer is a `torch.optim.Optimizer`.
@@ -65,11 +69,16 @@ def initialize(
     source = _only_source(args, config if config is not None else config_params)
     if dist_init_required is not False:
         ensure_process_group(port=distributed_port)
+    assert communicator is None or (mpu is None and mesh_param is None), (
+        "communicator= already says which ranks to shard over; leave mpu= and mesh_param= out"
+    )
     group = _shard_group(mpu, mesh_param)
-    resolved = source if isinstance(source, Config) else load(source, world_size=dist.get_world_size(group))
+    ranks = communicator.world_size if communicator is not None else dist.get_world_size(group)
+    resolved = source if isinstance(source, Config) else load(source, world_size=ranks)
     model_parallel = model_parallel_of(mpu)
     resolved = _told_of_ranks(resolved, model_parallel)
-    communicator = connect(group, default_device(), resolved.onecopy.timeout_seconds)
+    if communicator is None:
+        communicator = connect(group, default_device(), resolved.onecopy.timeout_seconds)
     try:
         model, compiled = take_off(model)
         with weights_in_reach(model) as awaited:

@@ -13,6 +13,7 @@ import onecopy
 from onecopy.engine.whereabouts import Whereabouts, adopt_state
 from onecopy.observe.ledger import Ledger
 from onecopy.plan.tape import RecordingCollective, Tape
+from onecopy.plan.virtual import communicator_here
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def rehearse(
         model_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         numel = sum(p.numel() for p in model.parameters())
         whereabouts = Whereabouts(model, ledger)
-        engine, *_ = onecopy.initialize(model=model, config=config)
+        engine, *_ = onecopy.initialize(model=model, config=config, communicator=communicator_here())
         adopt_state(engine, ledger)
         if around is not None:
             around(engine, ledger, whereabouts)

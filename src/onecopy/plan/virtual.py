@@ -19,12 +19,17 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from onecopy.comm import connect
 from onecopy.comm.communicator import Communicator
 from onecopy.errors import PlanError
+from onecopy.plan.as_accelerator import AsOnAccelerator
 from onecopy.plan.tape import RecordingCollective
 from onecopy.sharding.parameter import GUARDED, UNGUARDED, call_guarded
 
 LARGEST_WORLD = 16_384
+CPU = torch.device("cpu")
+
+_worlds: list[bool] = []  # the virtual worlds this process is in: whether each is one of accelerators
 
 
 class GuardedFakeParameter(FakeTensor):
@@ -60,9 +65,6 @@ def virtual_world(world_size: int, accelerator: bool = True, rank: int = 0) -> I
         for name in hidden:
             del os.environ[name]
         stack.enter_context(_fake_parameters_are_plain())
-        if accelerator:
-            stack.enter_context(mock.patch("onecopy.engine.start.connect", _connect_as_on_accelerator))
-        stack.enter_context(mock.patch("onecopy.engine.start.default_device", lambda: torch.device("cpu")))
         if "transformers.masking_utils" in sys.modules:
             # Its answer depends on values: a batch of whole sequences, as in training on packed text of one length, needs no mask.
             stack.enter_context(
@@ -70,8 +72,28 @@ def virtual_world(world_size: int, accelerator: bool = True, rank: int = 0) -> I
             )
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(_leave)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        yield stack.enter_context(mode)
+        _worlds.append(accelerator)
+        stack.callback(_worlds.pop)
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if accelerator:
+            stack.enter_context(AsOnAccelerator())
+        yield mode
+
+
+def communicator_here() -> Communicator | None:
+    """A communicator over the ranks of the virtual world this process is in; None outside one, where `initialize` makes its own.
+
+    Fake tensors say they are on the CPU whatever the machine: autograd on fake CUDA tensors needs a CUDA build, and sizes
+    and order are the same on any device.
+    """
+    if not _worlds:
+        return None
+    if not _worlds[-1]:
+        return connect(None, CPU)
+    ranks = list(range(dist.get_world_size()))
+    communicator = RecordingCollective(dist.new_group(ranks), dist.new_group(ranks), CPU)
+    communicator._sums_on_the_wire = True  # as NCCL does
+    return communicator
 
 
 def _leave() -> None:
@@ -88,14 +110,3 @@ def _fake_parameters_are_plain() -> Iterator[None]:
         yield
     finally:
         del GUARDED[FakeTensor], UNGUARDED[GuardedFakeParameter]
-
-
-def _connect_as_on_accelerator(group: Any, device: torch.device, *_: Any, **__: Any) -> Communicator:
-    """NCCL's way of communicating, on fake tensors that say they are on the CPU.
-
-    Autograd on fake CUDA tensors needs a CUDA build; sizes and order are the same on any device.
-    """
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)  # type: ignore[arg-type]
-    communicator = RecordingCollective(dist.new_group(ranks), dist.new_group(ranks), device)
-    communicator._sums_on_the_wire = True
-    return communicator
