@@ -220,8 +220,8 @@ class SharedMemory(PointToPoint):
 
     # ----------------------------------------------------------------------------------------------------------- memory
     def allocate(self, nbytes: int) -> torch.Tensor:
+        """Zeros; the system gives the memory when it is used first, so a rank that loads weights holds only its shards."""
         file = self._new_file(nbytes)
-        file.bytes.zero_()  # now, and not at the first use, is there memory or not
         self._place_of[file.bytes.data_ptr()] = file
         return file.bytes[:nbytes]
 

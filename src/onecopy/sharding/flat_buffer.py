@@ -12,7 +12,7 @@ from torch import nn
 from onecopy.comm import Communicator, PendingGather
 from onecopy.layout import FlatLayout, Place, Placement
 from onecopy.sharding.parameter import guard, unguard
-from onecopy.sharding.pending import is_unloaded, take_weights, unknown
+from onecopy.sharding.pending import is_unloaded, stop_waiting, take_weights, unknown
 
 HIGH_PRECISION = (torch.float32, torch.float64)
 
@@ -127,7 +127,7 @@ class FlatBuffer:
             start = place.start - self.own.start
             own[start + low : start + high] = unknown((high - low,), dtype)
         for parameter in self.parameters:
-            take_weights(parameter)
+            stop_waiting(parameter)
         return own
 
     def _master_of(self, flat: torch.Tensor) -> torch.Tensor:

@@ -99,6 +99,11 @@ def take_weights(parameter: nn.Parameter) -> torch.Tensor:
     return value
 
 
+def stop_waiting(parameter: nn.Parameter) -> None:
+    """The parameter's weights will come into a shard that somebody else keeps: nothing is made for them here."""
+    parameter.__dict__.pop(_SOURCE, None)
+
+
 def unknown(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Weights that are not loaded: NaN, or zeros where the dtype has no NaN."""
     value: torch.Tensor = torch.empty((), dtype=dtype).fill_(float("nan") if dtype.is_floating_point else 0)
