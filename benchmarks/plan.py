@@ -15,20 +15,15 @@ import pickle
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from benchmarks.published import Row, subject
 from onecopy.plan.estimate import Estimator, Setting
 from onecopy.plan.hardware import Machine, known_gpus
-from onecopy.plan.rehearsal import Subject
 from onecopy.plan.timing import Rates, rates_for
-from onecopy.train.model import GPT, GPTConfig
 
 HERE = Path(__file__).parent
 CALIBRATION = ("MPT-350m", "MPT-3b", "MPT-70b")
 GPUS = {"H100": "h100-sxm-80gb", "A100-80": "a100-sxm-80gb", "A100-40": "a100-sxm-40gb"}
-Row = dict[str, str]
 
 
 def rows() -> list[Row]:
@@ -46,28 +41,6 @@ def gpu_of(row: Row) -> str | None:
     if row["gpu"].startswith("H100-SXM"):
         return "H100"
     return f"A100-{row['gpu_mem_gb']}" if row["gpu"] == "A100-SXM" and row["gpu_mem_gb"] in ("40", "80") else None
-
-
-def subject(row: Row, layers: int | None = None) -> Subject:
-    """A GPT of the row's shape: four times as wide inside, learned positions, tied, without biases, as MPT is."""
-    vocabulary, sequence, width = int(row["vocab"]), int(row["seq"]), int(row["hidden"])
-    shape = GPTConfig(vocabulary, sequence, layers or int(row["layers"]), int(row["heads"]), width)
-
-    def batch(size: int, length: int) -> dict[str, Any]:
-        return {
-            "tokens": torch.zeros(size, length, dtype=torch.long),
-            "targets": torch.zeros(size, length, dtype=torch.long),
-        }
-
-    return Subject(
-        row["model"],
-        lambda: GPT(shape),
-        batch,
-        lambda loss: loss,
-        sequence,
-        layers=shape.layers,
-        shrink=lambda n: subject(row, n),
-    )
 
 
 _estimators: dict[tuple[str, ...], Estimator] = {}

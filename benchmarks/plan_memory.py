@@ -10,29 +10,16 @@ numbers above a GPU's peak or below the floor of the states are refused before a
 from __future__ import annotations
 
 import csv
-import math
 from typing import Any
-from unittest import mock
-
-import torch
 
 from benchmarks.launch import table
-from benchmarks.plan import GPUS, HERE, Row, gpu_of, rows, subject
+from benchmarks.plan import GPUS, HERE, gpu_of, rows
+from benchmarks.published import Row, subject
 from onecopy.errors import PlanError
 from onecopy.plan.estimate import Estimator, Setting
 from onecopy.plan.hardware import known_gpus
 from onecopy.plan.impossible import at_least, states_floor, utilisation
-from onecopy.plan.models import subject_for
 from onecopy.plan.unseen import GIB, Interval, intervals, unseen
-
-
-def unfused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, is_causal: bool = True
-) -> torch.Tensor:
-    """Attention as Megatron had it in 2021: scores, softmax and their product, all kept for the backward."""
-    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
-    mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return torch.softmax(scores.masked_fill(mask, -1e4), dim=-1) @ v
 
 
 def known_peaks() -> list[Row]:
@@ -49,20 +36,13 @@ def known_peaks() -> list[Row]:
 def judged(row: Row) -> tuple[str, Interval]:
     """(what was measured, the plan's interval of it)."""
     torchtitan = row["parallelism"] == "FSDP8"
-    one = subject_for("llama3-8b") if torchtitan else subject(row)
     at_once = int(row["micro_batch"]) * int(row["n_gpus"])
-    several = (
-        2 if not torchtitan and float(row["global_batch"] or 0) > at_once else 1
-    )  # more than one micro-batch keeps gradients
-    checkpointing = "selective" if row["act_ckpt"].startswith("selective") else row["act_ckpt"]
+    several = 2 if float(row["global_batch"] or 0) > at_once else 1  # more than one micro-batch keeps gradients
+    checkpointing = "none" if row["act_ckpt"] == "selective-op" else row["act_ckpt"]  # the subject recomputes by itself
     setting = Setting(
         int(row["zero_stage"]), int(row["micro_batch"]), several, checkpointing, "bf16" if torchtitan else "fp16"
     )
-    with mock.patch(
-        "torch.nn.functional.scaled_dot_product_attention",
-        unfused if not torchtitan else torch.nn.functional.scaled_dot_product_attention,
-    ):
-        peak = Estimator(one, int(row["n_gpus"]), int(row["seq"])).peak(setting)
+    peak = Estimator(subject(row), int(row["n_gpus"]), int(row["seq"])).peak(setting)
     level = "reserved" if torchtitan else "device"
     return level, intervals(peak, unseen(peak, int(row["n_gpus"])))[level]
 

@@ -152,6 +152,8 @@ def test_dropout_keeps_what_it_keeps_on_an_accelerator() -> None:
     """One byte an element of each dropout, and no attention scores: not the CPU's noise as wide as the input."""
     kept = [exact(gpt(dropout=share), Setting(3, 2), 4, LENGTH).peak for share in (0.0, 0.1)]
     assert kept[1] - kept[0] == (2 * 3 + 1) * 2 * LENGTH * 64
+    again = exact(gpt(dropout=0.1), Setting(3, 2, 1, "full"), 4, LENGTH)  # blocks compute again what they computed
+    assert again.peak < kept[1]
 
 
 def test_a_deep_model_is_extended_from_two_depths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,25 +8,31 @@ rms_norm            its steps one by one, in fp32               the input and on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+_cpu_dropout, _cpu_attention = F.dropout, F.scaled_dot_product_attention
 
 
-class AsOnAccelerator(TorchFunctionMode):
-    """While it is entered, the operators of the table above keep what they keep on an accelerator."""
+@contextmanager
+def as_on_accelerator() -> Iterator[None]:
+    """Inside, the operators of the table above keep what they keep on an accelerator.
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _STAND_INS.get(func, func)(*args, **(kwargs or {}))
+    They are replaced by name: a `TorchFunctionMode` would be off while a backward runs, and so in blocks that compute again.
+    """
+    with mock.patch.multiple(F, dropout=_dropout, scaled_dot_product_attention=_attention, rms_norm=_rms_norm):
+        yield
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0 or inplace:
-        return F.dropout(input, p, training, inplace)
+        return _cpu_dropout(input, p, training, inplace)
     result: Tensor = torch.native_dropout(input, p, True)[0]
     return result
 
@@ -40,7 +46,7 @@ def _attention(
     *rest: Any,
     **named: Any,
 ) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *rest, **named)
+    return _cpu_attention(query, key, value, attn_mask, 0.0, *rest, **named)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -64,10 +70,3 @@ class _RmsNorm(torch.autograd.Function):
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     result: Tensor = _RmsNorm.apply(input, weight, input.dim() - len(normalized_shape))
     return result
-
-
-_STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.dropout: _dropout,
-    F.scaled_dot_product_attention: _attention,
-    F.rms_norm: _rms_norm,
-}

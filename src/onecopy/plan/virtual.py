@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from onecopy.comm import connect
 from onecopy.comm.communicator import Communicator
 from onecopy.errors import PlanError
-from onecopy.plan.as_accelerator import AsOnAccelerator
+from onecopy.plan.as_accelerator import as_on_accelerator
 from onecopy.plan.tape import RecordingCollective
 from onecopy.sharding.parameter import GUARDED, UNGUARDED, call_guarded
 
@@ -76,7 +76,7 @@ def virtual_world(world_size: int, accelerator: bool = True, rank: int = 0) -> I
         stack.callback(_worlds.pop)
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if accelerator:
-            stack.enter_context(AsOnAccelerator())
+            stack.enter_context(as_on_accelerator())
         yield mode
 
 
