@@ -39,9 +39,7 @@ def gathers_and_reduces(kind: str) -> None:
         for each in range(size):
             if each == rank:
                 whole[each * mine : (each + 1) * mine] = values(each, mine, dtype)
-        pending = communicator.start_gather(whole, 7, "weights")
-        pending.wait()
-        pending.drain()
+        communicator.gather(whole, 7, "weights")
         assert torch.equal(whole, torch.cat([values(each, mine, dtype) for each in range(size)]))
         check_reduce(communicator, dtype, numel)
     communicator.close()
@@ -55,17 +53,19 @@ def check_reduce(communicator: Communicator, dtype: torch.dtype, numel: int) -> 
     wanted = values(0, numel, dtype)[own].to(exact)
     for each in range(1, size):
         wanted = wanted + values(each, numel, dtype)[own].to(exact)
-    scratch = torch.empty(numel - mine if communicator.needs_scratch else 0, dtype=dtype)
+    scratch = torch.empty(numel - mine, dtype=dtype) if communicator.needs_scratch else None
     out = torch.empty(mine, dtype=exact)
     sent = room(communicator, values(rank, numel, dtype))
-    reduce = communicator.start_reduce(sent, scratch, 9, "gradients")
+    reduce = communicator.start_reduce(communicator.wire(sent, scratch), 9, "gradients")
     reduce.finish(out, accumulate=False)
     reduce.drain()
     assert torch.equal(out, wanted), "a sum in fp32 in rank order"
-    communicator.start_reduce(values(rank, numel, dtype), scratch, 9, "gradients").finish(out, accumulate=True)
+    again = communicator.wire(values(rank, numel, dtype), scratch)
+    communicator.start_reduce(again, 9, "gradients").finish(out, accumulate=True)
     torch.testing.assert_close(out, 2 * wanted)
     low = torch.empty(mine, dtype=torch.bfloat16)
-    communicator.start_reduce(values(rank, numel, dtype), scratch, 9, "gradients").finish(low, accumulate=False)
+    without_scratch = communicator.wire(values(rank, numel, dtype))
+    communicator.start_reduce(without_scratch, 9, "gradients").finish(low, accumulate=False)
     assert torch.equal(low, wanted.to(torch.bfloat16))
 
 
@@ -106,12 +106,12 @@ def many_at_once(kind: str, shared: bool) -> None:
     for key in range(1, 9):
         whole = make(torch.zeros(numel))
         whole[rank * 64 : (rank + 1) * 64] = 100 * key + rank
-        gathers.append((key, whole, communicator.start_gather(whole, key, f"weights {key}")))
+        gathers.append((key, whole, communicator.start_gather(communicator.wire(whole), key, f"weights {key}")))
     reduces: list[Any] = []
     for key in range(1, 9):
-        scratch = torch.empty(numel - 64 if communicator.needs_scratch else 0)
+        scratch = torch.empty(numel - 64) if communicator.needs_scratch else None
         gradients = make(torch.full((numel,), float(key + rank)))
-        reduces.append((key, communicator.start_reduce(gradients, scratch, key, "gradients")))
+        reduces.append((key, communicator.start_reduce(communicator.wire(gradients, scratch), key, "gradients")))
 
     def weights() -> None:
         for key, whole, pending in reversed(gathers):
@@ -146,7 +146,7 @@ def the_same_key_again() -> list[float]:
     seen = []
     for turn in range(40):
         buffer = (first, second)[turn % 2]
-        pending = communicator.start_gather(buffer.fill_(turn + 1000 * rank), 3, "weights")
+        pending = communicator.start_gather(communicator.wire(buffer.fill_(turn + 1000 * rank)), 3, "weights")
         if turn % 7 == rank:
             time.sleep(0.01)
         pending.wait()
@@ -192,7 +192,7 @@ def missing_rank(kind: str) -> None:
     try:
         whole = room(communicator, torch.zeros(128))
         key, label = (1, "block 3") if communicator.rank == 0 else (2, "block 4")
-        communicator.start_gather(whole, key, label).wait()
+        communicator.start_gather(communicator.wire(whole), key, label).wait()
     finally:
         communicator.close()
 

@@ -54,8 +54,10 @@ def one_leaves() -> str:
     communicator = connect(None, torch.device("cpu"), kind="shared_memory")
     rank = communicator.rank
     whole = communicator.allocate(4 * 128).view(torch.float32)
+    wire = communicator.wire(whole)
     for turn in range(2):
-        pending = communicator.start_gather(whole.fill_(rank + turn), 1, "weights")
+        whole.fill_(rank + turn)
+        pending = communicator.start_gather(wire, 1, "weights")
         if turn == 0 or rank == 0:
             pending.wait()
         if turn == 0:
@@ -66,7 +68,7 @@ def one_leaves() -> str:
     pending.drain()
     assert whole.tolist() == [1.0] * 64 + [2.0] * 64
     try:
-        communicator.start_gather(whole, 1, "weights").wait()
+        communicator.start_gather(wire, 1, "weights").wait()
     except CommunicationError as error:
         return str(error)
     finally:

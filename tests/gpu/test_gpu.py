@@ -153,13 +153,11 @@ def collective_on_nccl(ranks: int) -> None:
     part = 1 << 20
     buffer = torch.zeros(size * part, device=device)
     buffer[rank * part : (rank + 1) * part] = rank + 1
-    pending = communicator.start_gather(buffer, 2, "buffer")
-    pending.wait()
-    pending.drain()
+    communicator.gather(buffer, 2, "buffer")
     expected_sum = part * size * (size + 1) / 2
     assert float(buffer.double().sum()) == expected_sum
     out = torch.empty(part, device=device)
-    reduce = communicator.start_reduce(buffer, torch.empty(0, device=device), 4, "buffer")
+    reduce = communicator.start_reduce(communicator.wire(buffer), 4, "buffer")
     reduce.finish(out, accumulate=False)
     assert float(out.double().sum()) == part * size * (rank + 1)
     total = communicator.sum_vector(torch.tensor([1.0, 2.0], device=device, dtype=torch.float64), "vector")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import onecopy
+from onecopy.comm.wire import Wire
 from tests.reference import Case, assert_same_bits, started, trained
 from tests.worlds import World
 from tests.zoo import Shape
@@ -19,18 +20,17 @@ from tests.zoo import Shape
 class LateGather:
     """Receives nothing before `wait`; until then the other ranks' parts are NaN."""
 
-    def __init__(self, communicator: Any, start: Any, buffer: torch.Tensor, key: int, label: str) -> None:
-        self.own = buffer.chunk(communicator.world_size)[communicator.rank].clone()
-        self.start, self.buffer, self.key, self.label = start, buffer, key, label
-        self.rank, self.size = communicator.rank, communicator.world_size
+    def __init__(self, start: Any, wire: Wire, key: int, label: str) -> None:
+        self.own = wire.own.clone()
+        self.start, self.wire, self.key, self.label = start, wire, key, label
         self.done = False
-        buffer.fill_(float("nan"))
+        wire.buffer.fill_(float("nan"))
 
     def wait(self) -> None:
         if not self.done:
             self.done = True
-            self.buffer.chunk(self.size)[self.rank].copy_(self.own)
-            pending = self.start(self.buffer, self.key, self.label)
+            self.wire.own.copy_(self.own)
+            pending = self.start(self.wire, self.key, self.label)
             pending.wait()
             pending.drain()
 
@@ -40,15 +40,14 @@ class LateGather:
 class LateReduce:
     """Sends what the buffer held at the start, at `finish` only; the buffer is NaN from the start on."""
 
-    def __init__(self, start: Any, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str) -> None:
-        self.held, self.scratch = buffer.clone(), torch.empty_like(scratch)
-        self.start, self.buffer, self.key, self.label = start, buffer, key, label
-        buffer.fill_(float("nan"))
-        scratch.fill_(float("nan"))
+    def __init__(self, communicator: Any, start: Any, wire: Wire, key: int, label: str) -> None:
+        self.held = communicator.wire(wire.buffer.clone())
+        self.start, self.buffer, self.key, self.label = start, wire.buffer, key, label
+        wire.buffer.fill_(float("nan"))
 
     def finish(self, out: torch.Tensor, accumulate: bool) -> None:
         assert torch.isnan(self.buffer).all(), f"the buffer of {self.label} was used while its reduction was under way"
-        pending = self.start(self.held, self.scratch, self.key, self.label)
+        pending = self.start(self.held, self.key, self.label)
         pending.finish(out, accumulate)
         pending.drain()
 
@@ -58,8 +57,8 @@ class LateReduce:
 
 def make_late(communicator: Any) -> None:
     gather, reduce = communicator.start_gather, communicator.start_reduce
-    communicator.start_gather = lambda buffer, key, label: LateGather(communicator, gather, buffer, key, label)
-    communicator.start_reduce = lambda buffer, scratch, key, label: LateReduce(reduce, buffer, scratch, key, label)
+    communicator.start_gather = lambda wire, key, label: LateGather(gather, wire, key, label)
+    communicator.start_reduce = lambda wire, key, label: LateReduce(communicator, reduce, wire, key, label)
 
 
 def on_time_and_late(cases: list[Case], repeats: int) -> list[list[Any]]:

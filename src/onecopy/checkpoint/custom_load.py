@@ -59,8 +59,7 @@ def call_custom_load(engine: Engine, source: dict[str, torch.Tensor], function: 
         whole = torch.zeros(flat.numel, dtype=kept.dtype, device=kept.device)
         whole[flat.own] = flat.owned(kept)
         if engine.communicator.world_size > 1:
-            gather = engine.communicator.start_gather(whole, flat.key, flat.label)
-            gather.drain()
+            engine.communicator.gather(whole, flat.key, flat.label)
         flat.bind(flat.views(whole))
         wholes.append((flat, kept, whole))
     try:

@@ -136,7 +136,7 @@ def consolidated(engine: Engine, exclude_frozen: bool = False) -> dict[str, torc
         whole = torch.zeros(flat.numel, dtype=flat.dtype, device=kept.device)
         whole[flat.own] = flat.owned(kept).to(flat.dtype)
         if engine.communicator.world_size > 1:
-            engine.communicator.start_gather(whole, flat.key, flat.label).drain()
+            engine.communicator.gather(whole, flat.key, flat.label)
         if here:
             for name, view in zip(flat.names, flat.views(whole)):
                 found[name] = view.to("cpu", copy=True)

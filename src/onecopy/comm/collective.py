@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from onecopy.comm import names
 from onecopy.comm.communicator import Communicator
+from onecopy.comm.wire import Wire
 
 
 @dataclass(slots=True)
@@ -72,16 +73,13 @@ class Collective(Communicator):
         self.reduce_group = reduce_group
         self._sums_on_the_wire = device.type != "cpu"
 
-    def start_gather(self, buffer: torch.Tensor, key: int, label: str) -> _Gather:
-        own = self._own(buffer)
-        work = names.all_gather(buffer, own, group=self.group, async_op=True)
-        self.counters.add("agree" if key == 0 else "gather", own.nbytes * (self.world_size - 1))
+    def start_gather(self, wire: Wire, key: int, label: str) -> _Gather:
+        work = names.all_gather(wire.buffer, wire.own, group=self.group, async_op=True)
+        self.counters.add("agree" if key == 0 else "gather", wire.own.nbytes * (self.world_size - 1))
         return _Gather(self, work, label)
 
-    def start_reduce(
-        self, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str
-    ) -> _SumOnTheWire | _SumAtTheOwner:
-        own = self._own(buffer)
+    def start_reduce(self, wire: Wire, key: int, label: str) -> _SumOnTheWire | _SumAtTheOwner:
+        buffer, own = wire.buffer, wire.own
         self.counters.add("reduce", own.nbytes * (self.world_size - 1))
         if self._sums_on_the_wire:
             work = names.reduce_scatter(own, buffer, group=self.reduce_group, async_op=True)
@@ -89,11 +87,6 @@ class Collective(Communicator):
         received = torch.empty_like(buffer)  # gloo's all-to-all cannot leave out the rank's own part
         work = dist.all_to_all_single(received, buffer, group=self.reduce_group, async_op=True)
         return _SumAtTheOwner(self, work, list(received.chunk(self.world_size)), label)
-
-    def _own(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This rank's part [n/N] of [n]; one view, where `chunk` would make N."""
-        size = buffer.numel() // self.world_size
-        return buffer[self.rank * size : (self.rank + 1) * size]
 
     def close(self) -> None:
         if dist.is_initialized() and self.reduce_group is not self.group:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from onecopy.comm.counters import Counters
 from onecopy.comm.rank_order_sum import RankOrderSum
 from onecopy.comm.watchdog import Watchdog
+from onecopy.comm.wire import Wire
 from onecopy.errors import CommunicationError
 
 
@@ -77,9 +78,18 @@ class Communicator(ABC):
         """Called from another thread now and then: do what other ranks wait for and this rank's own calls do not do yet."""
         return  # where nothing waits for this rank's calls
 
+    def wire(self, buffer: torch.Tensor, scratch: torch.Tensor | None = None) -> Wire:
+        """Prepare `buffer` [n] for `start_gather` and `start_reduce`; not collective.
+
+        Args:
+            scratch: [n - n/N] elements of the buffer's dtype that a reduce may use until it is finished; read only
+                where the back end `needs_scratch`, and allocated a reduce there when none is given.
+        """
+        return Wire(buffer, self.rank, self.world_size, scratch)
+
     @abstractmethod
-    def start_gather(self, buffer: torch.Tensor, key: int, label: str) -> PendingGather:
-        """Start to fill `buffer` [n] in place from every rank's own part [n/N], which is already there.
+    def start_gather(self, wire: Wire, key: int, label: str) -> PendingGather:
+        """Start to fill the wire's buffer [n] in place from every rank's own part [n/N], which is already there.
 
         Args:
             key: a number that is the same on all ranks for this buffer and different for others in flight.
@@ -87,13 +97,14 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def start_reduce(self, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str) -> PendingReduce:
-        """Start to sum `buffer` [n] over ranks, each rank receiving its own part.
+    def start_reduce(self, wire: Wire, key: int, label: str) -> PendingReduce:
+        """Start to sum the wire's buffer [n] over ranks, each rank receiving its own part."""
 
-        Args:
-            scratch: [n - n/N] elements of the buffer's dtype that the back end may use until the reduce is finished;
-                empty where it does not need them.
-        """
+    def gather(self, buffer: torch.Tensor, key: int, label: str) -> None:
+        """Fill `buffer` [n] in place from every rank's own part, and return when it is whole and free again."""
+        pending = self.start_gather(self.wire(buffer), key, label)
+        pending.wait()
+        pending.drain()
 
     def sum_vector(self, vector: torch.Tensor, label: str) -> torch.Tensor:
         """The sum over ranks of a small vector, the same bits on every rank; returns a new tensor."""
@@ -102,9 +113,7 @@ class Communicator(ABC):
         count = vector.numel()
         everyone = torch.empty(self.world_size * count, dtype=vector.dtype, device=vector.device)
         everyone[self.rank * count : (self.rank + 1) * count] = vector.flatten()
-        pending = self.start_gather(everyone, 0, label)
-        pending.wait()
-        pending.drain()
+        self.gather(everyone, 0, label)
         return everyone.view(self.world_size, count).sum(dim=0)
 
     def broadcast(self, tensor: torch.Tensor, source: int, label: str) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.communicator import Communicator, PendingGather, PendingReduce
+from onecopy.comm.wire import Wire
 
 LARGEST_WORLD = 8  # ranks; above it one message a pair costs more than gloo's ring
 
@@ -23,11 +24,11 @@ class _Gather:
     label: str
 
     def wait(self) -> None:
-        self.communicator.wait_all(self.receives, f"gather of {self.label}")
+        self.communicator.wait_all(self.receives, "gather", self.label)
 
     def drain(self) -> None:
-        self.communicator.wait_all(self.receives, f"gather of {self.label}")
-        self.communicator.wait_all(self.sends, f"gather of {self.label}")
+        self.communicator.wait_all(self.receives, "gather", self.label)
+        self.communicator.wait_all(self.sends, "gather", self.label)
 
 
 @dataclass(slots=True)
@@ -39,11 +40,11 @@ class _Reduce:
     label: str
 
     def finish(self, out: torch.Tensor, accumulate: bool) -> None:
-        self.communicator.wait_all(self.receives, f"reduce of {self.label}")
+        self.communicator.wait_all(self.receives, "reduce", self.label)
         self.communicator.sum(self.pieces, out, accumulate)
 
     def drain(self) -> None:
-        self.communicator.wait_all(self.sends, f"reduce of {self.label}")
+        self.communicator.wait_all(self.sends, "reduce", self.label)
 
 
 class PointToPoint(Communicator):
@@ -59,36 +60,23 @@ class PointToPoint(Communicator):
         super().__init__(group, device)
         self.peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def start_gather(self, buffer: torch.Tensor, key: int, label: str) -> PendingGather:
-        parts = buffer.chunk(self.world_size)
-        peers = self.peers
-        tag = 2 * key
-        receives = [dist.irecv(parts[peer], group=self.group, group_src=peer, tag=tag) for peer in peers]
-        sends = [dist.isend(parts[self.rank], group=self.group, group_dst=peer, tag=tag) for peer in peers]
-        self.counters.add("agree" if key == 0 else "gather", parts[0].nbytes * len(peers))
-        return _Gather(self, receives, sends, label)  # type: ignore[arg-type]
+    def start_gather(self, wire: Wire, key: int, label: str) -> PendingGather:
+        peers, parts, own = self.peers, wire.parts, [wire.own]
+        receives = [self.group.recv([parts[peer]], peer, 2 * key) for peer in peers]
+        sends = [self.group.send(own, peer, 2 * key) for peer in peers]
+        self.counters.add("agree" if key == 0 else "gather", wire.own.nbytes * len(peers))
+        return _Gather(self, receives, sends, label)
 
-    def start_reduce(self, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str) -> PendingReduce:
-        parts = buffer.chunk(self.world_size)
-        peers = self.peers
-        tag = 2 * key + 1
-        pieces = list(parts)
-        receives, size = [], parts[0].numel()
-        if scratch.numel() == 0:
-            scratch = self._room_for_others(buffer, buffer.numel() - size)
-        for place, peer in enumerate(sorted(peers)):
-            pieces[peer] = scratch[place * size : (place + 1) * size]
-            receives.append(dist.irecv(pieces[peer], group=self.group, group_src=peer, tag=tag))
-        sends = [dist.isend(parts[peer], group=self.group, group_dst=peer, tag=tag) for peer in peers]
-        self.counters.add("reduce", parts[0].nbytes * len(peers))
-        return _Reduce(self, receives, sends, pieces, label)  # type: ignore[arg-type]
+    def start_reduce(self, wire: Wire, key: int, label: str) -> PendingReduce:
+        peers, parts, pieces = self.peers, wire.parts, wire.pieces(self.rank)
+        receives = [self.group.recv([pieces[peer]], peer, 2 * key + 1) for peer in peers]
+        sends = [self.group.send([parts[peer]], peer, 2 * key + 1) for peer in peers]
+        self.counters.add("reduce", wire.own.nbytes * len(peers))
+        return _Reduce(self, receives, sends, pieces, label)
 
-    def _room_for_others(self, buffer: torch.Tensor, numel: int) -> torch.Tensor:
-        """Where what the other ranks send may lie, when no scratch was given."""
-        return torch.empty(numel, dtype=buffer.dtype)
-
-    def wait_all(self, works: list[dist.Work], what: str) -> None:
-        """Wait for each of `works` once; the list is emptied."""
+    def wait_all(self, works: list[dist.Work], what: str, label: str) -> None:
+        """Wait for each of `works` once, that is until the list is empty."""
         if works:
-            self.wait_for(lambda: [work.wait() for work in works], what)
-            works.clear()
+            what = f"{what} of {label}"
+            while works:
+                self.wait_for(works.pop().wait, what)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from onecopy.comm.communicator import PendingGather, PendingReduce
 from onecopy.comm.point_to_point import PointToPoint
 from onecopy.comm.shared_files import SharedFile, allow_many_files, lives, open_of
+from onecopy.comm.wire import Wire
 from onecopy.errors import CommunicationError
 from onecopy.observe.ledger import ELSEWHERE
 
@@ -248,25 +249,27 @@ class SharedMemory(PointToPoint):
         return found[start : start + like.nbytes].view(like.dtype)
 
     # -------------------------------------------------------------------------------------------------------- transfers
-    def start_gather(self, buffer: torch.Tensor, key: int, label: str) -> PendingGather:
+    def wire(self, buffer: torch.Tensor, scratch: torch.Tensor | None = None) -> Wire:
+        wire = super().wire(buffer)
         file = self._place_of.get(buffer.untyped_storage().data_ptr())
-        if file is None or 2 * key >= _TAGS or key == 0:
-            return super().start_gather(buffer, key, label)
-        parts = buffer.chunk(self.world_size)
-        gather = _Gather(self, 2 * key, self._next(2 * key), list(self.peers), label, parts)
-        self._post(gather, file, buffer)
-        self.counters.add("gather", parts[0].nbytes * len(self.peers))
+        if file is not None:
+            wire.place = (file.number, buffer.data_ptr() - file.bytes.data_ptr())
+        return wire
+
+    def start_gather(self, wire: Wire, key: int, label: str) -> PendingGather:
+        if wire.place is None or 2 * key >= _TAGS or key == 0:
+            return super().start_gather(wire, key, label)
+        gather = _Gather(self, 2 * key, self._next(2 * key), list(self.peers), label, wire.parts)
+        self._post(gather, wire)
+        self.counters.add("gather", wire.own.nbytes * len(self.peers))
         return gather
 
-    def start_reduce(self, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str) -> PendingReduce:
-        file = self._place_of.get(buffer.untyped_storage().data_ptr())
-        if file is None or 2 * key + 1 >= _TAGS:
-            return super().start_reduce(buffer, scratch, key, label)
-        size = buffer.numel() // self.world_size
-        own = buffer[self.rank * size : (self.rank + 1) * size]
-        reduce = _Reduce(self, 2 * key + 1, self._next(2 * key + 1), list(self.peers), label, own)
-        self._post(reduce, file, buffer)
-        self.counters.add("reduce", own.nbytes * len(self.peers))
+    def start_reduce(self, wire: Wire, key: int, label: str) -> PendingReduce:
+        if wire.place is None or 2 * key + 1 >= _TAGS:
+            return super().start_reduce(wire, key, label)
+        reduce = _Reduce(self, 2 * key + 1, self._next(2 * key + 1), list(self.peers), label, wire.own)
+        self._post(reduce, wire)
+        self.counters.add("reduce", wire.own.nbytes * len(self.peers))
         return reduce
 
     def _next(self, tag: int) -> int:
@@ -280,11 +283,10 @@ class SharedMemory(PointToPoint):
         self._counts[tag] = count = self._counts.get(tag, 0) + 1
         return count
 
-    def _post(self, transfer: _Transfer, file: SharedFile, buffer: torch.Tensor) -> None:
+    def _post(self, transfer: _Transfer, wire: Wire) -> None:
         self.serve()
         row = self.board[transfer.tag]
-        row[_FILE] = file.number
-        row[_OFFSET] = buffer.data_ptr() - file.bytes.data_ptr()
+        row[_FILE], row[_OFFSET] = wire.place
         row[_POSTED] = transfer.count  # last: it says that the rest is there
         self._last[transfer.tag] = transfer
         self._in_flight.append(transfer)
@@ -367,8 +369,9 @@ class ImaginedSharedMemory(PointToPoint):
     needs_scratch = False
     reads_in_place = True
 
-    def _room_for_others(self, buffer: torch.Tensor, numel: int) -> torch.Tensor:
-        return buffer[:numel]  # what is read there means nothing anyway
+    def wire(self, buffer: torch.Tensor, scratch: torch.Tensor | None = None) -> Wire:
+        others = buffer[: buffer.numel() - buffer.numel() // self.world_size]
+        return super().wire(buffer, others)  # what is read there means nothing anyway
 
 
 def _close_all(files: list[SharedFile], quiet: threading.Event, serving: threading.RLock) -> None:

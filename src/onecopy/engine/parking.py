@@ -88,7 +88,8 @@ class ParkedStates:
         elif kind == "lp_grads":
             yield from ((t, True) for g in engine.gradients.all for t in (g.shard, g.whole) if t is not None)
         else:
-            yield from ((t, False) for slot in engine.gradients._slots for t in (slot.memory, slot.scratch))
+            both = (t for slot in engine.gradients._slots for t in (slot.memory, slot.scratch))
+            yield from ((t, False) for t in both if t is not None)
 
 
 @torch.no_grad()

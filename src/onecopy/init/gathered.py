@@ -94,10 +94,8 @@ def _flat_of(parameter: nn.Parameter, home: ParameterHome) -> FlatBuffer:
 def _gather(flat: FlatBuffer) -> torch.Tensor:
     """The flat buffer whole [n] in the compute dtype, in memory of its own. Collective."""
     whole = torch.empty(flat.numel, dtype=flat.dtype, device=flat.communicator.device)
-    flat.fill_own(whole)
-    pending = flat.communicator.start_gather(whole, flat.key, flat.label)
-    pending.wait()
-    pending.drain()
+    flat.fill_own(whole[flat.own])
+    flat.communicator.gather(whole, flat.key, flat.label)
     return whole
 
 

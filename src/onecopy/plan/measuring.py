@@ -208,16 +208,17 @@ def _calls(communicator: Communicator, nbytes: int, ranks: int) -> tuple[Callabl
     device = communicator.device
     shard = max(64, nbytes // 2 // ranks)
     buffer = communicator.allocate(2 * shard * ranks).view(torch.bfloat16).fill_(1)
-    scratch = torch.empty(shard * (ranks - 1) if communicator.needs_scratch else 0, dtype=torch.bfloat16, device=device)
+    scratch = torch.empty(shard * (ranks - 1), dtype=torch.bfloat16, device=device) if communicator.needs_scratch else None
+    wire = communicator.wire(buffer, scratch)
     out = torch.empty(shard, dtype=torch.float32, device=device)
 
     def gather() -> None:
-        pending = communicator.start_gather(buffer, 1, "a measured buffer")
+        pending = communicator.start_gather(wire, 1, "a measured buffer")
         pending.wait()
         pending.drain()
 
     def reduce() -> None:
-        pending = communicator.start_reduce(buffer, scratch, 2, "a measured buffer")
+        pending = communicator.start_reduce(wire, 2, "a measured buffer")
         pending.finish(out, accumulate=False)
         pending.drain()
 

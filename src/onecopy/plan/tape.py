@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from onecopy.comm.collective import Collective
+from onecopy.comm.wire import Wire
 
 
 @dataclass(slots=True)
@@ -109,20 +110,20 @@ class RecordingCollective(Collective):
 
     tape: Tape | None = None
 
-    def start_gather(self, buffer: torch.Tensor, key: int, label: str) -> Any:
-        pending: Any = super().start_gather(buffer, key, label)
+    def start_gather(self, wire: Wire, key: int, label: str) -> Any:
+        pending: Any = super().start_gather(wire, key, label)
         return (
             pending
             if self.tape is None
-            else _Recorded(pending, self.tape, self.tape.start("gather", buffer.nbytes, label))
+            else _Recorded(pending, self.tape, self.tape.start("gather", wire.buffer.nbytes, label))
         )
 
-    def start_reduce(self, buffer: torch.Tensor, scratch: torch.Tensor, key: int, label: str) -> Any:
-        pending: Any = super().start_reduce(buffer, scratch, key, label)
+    def start_reduce(self, wire: Wire, key: int, label: str) -> Any:
+        pending: Any = super().start_reduce(wire, key, label)
         return (
             pending
             if self.tape is None
-            else _Recorded(pending, self.tape, self.tape.start("reduce", buffer.nbytes, label))
+            else _Recorded(pending, self.tape, self.tape.start("reduce", wire.buffer.nbytes, label))
         )
 
 

@@ -128,7 +128,7 @@ class EarlyShard:
             for source, part in enumerate(parts):
                 communicator.broadcast(part, source, self.label)
         else:
-            communicator.start_gather(flat, self.number + 1, self.label).wait()
+            communicator.gather(flat, self.number + 1, self.label)
         return flat[: self.numel].view(self.shape)
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from onecopy.comm import Communicator, PendingGather
+from onecopy.comm.wire import Wire
 from onecopy.layout import FlatLayout, Place, Placement
 from onecopy.sharding.parameter import guard, unguard
 from onecopy.sharding.pending import is_unloaded, stop_waiting, take_weights, unknown
@@ -60,6 +61,7 @@ class FlatBuffer:
         self.master: torch.Tensor | None = None
         self.optimizer_whole = not placement.optimizer.sharded
         self._refresh: PendingGather | None = None
+        self._wire: Wire | None = None  # of `whole`, once it has been refreshed
         self._whole_views: list[torch.Tensor] = []
         self._take_weights()
 
@@ -214,13 +216,11 @@ class FlatBuffer:
             for parameter in self.parameters:
                 del parameter._onecopy  # type: ignore[attr-defined]
 
-    def fill_own(self, flat: torch.Tensor) -> None:
-        """Cast this rank's weights into its part of a whole buffer [n] of the compute dtype."""
+    def fill_own(self, own: torch.Tensor) -> None:
+        """Cast this rank's weights into its part [n/N] of a whole buffer of the compute dtype."""
         source = self.shard if self.master is None else self.owned(self.master)
         assert source is not None
-        target = flat[self.own]
-        if target.data_ptr() != source.data_ptr() or target.numel() == 0:
-            target.copy_(source)
+        own.copy_(source)
 
     # ----------------------------------------------------------------------------- whole weights after the master moved
     def start_refresh(self) -> None:
@@ -235,8 +235,12 @@ class FlatBuffer:
                 self.whole.copy_(self.master)
             return
         self.finish_refresh()
-        self.fill_own(self.whole)
-        self._refresh = self.communicator.start_gather(self.whole, self.key, self.label)
+        if self._wire is None:
+            self._wire = self.communicator.wire(self.whole)
+        wire = self._wire
+        if wire.own.data_ptr() != self.owned(self.master).data_ptr():  # else the master is the weights themselves
+            self.fill_own(wire.own)
+        self._refresh = self.communicator.start_gather(wire, self.key, self.label)
         for parameter in self.parameters:
             guard(parameter)
 

@@ -20,6 +20,7 @@ import torch
 from onecopy.comm import Communicator, PendingReduce
 from onecopy.layout import Placement
 from onecopy.sharding.flat_buffer import FlatBuffer
+from onecopy.sharding.region import Region
 
 
 class GradientSlot:
@@ -30,12 +31,12 @@ class GradientSlot:
         last: the reduce that was finished out of it last; other ranks may still read what it sent.
     """
 
-    def __init__(self, memory: torch.Tensor, scratch: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, scratch: torch.Tensor | None) -> None:
         self.memory = memory
         self.scratch = scratch
         self.busy = False
         self.last: PendingReduce | None = None
-        self._views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._regions: dict[int, Region] = {}
 
     def drain(self) -> None:
         """Return when its bytes may be overwritten."""
@@ -43,17 +44,12 @@ class GradientSlot:
             self.last.drain()
             self.last = None
 
-    def region(self, flat: FlatBuffer, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The slot as this flat buffer's gradients [n] of the wire dtype, and the parameters' views; made once."""
-        found = self._views.get(flat.key)
+    def region(self, flat: FlatBuffer, dtype: torch.dtype) -> Region:
+        """The slot as this flat buffer's gradients in the wire dtype."""
+        found = self._regions.get(flat.key)
         if found is None:
-            whole = self.memory[: flat.numel * dtype.itemsize].view(dtype)
-            found = self._views[flat.key] = (whole, flat.views(whole))
+            found = self._regions[flat.key] = Region(flat, self.memory, 0, dtype, self.scratch)
         return found
-
-    def scratch_for(self, flat: FlatBuffer, dtype: torch.dtype) -> torch.Tensor:
-        wanted = (flat.numel - flat.layout.shard_numel) * dtype.itemsize
-        return self.scratch[: min(wanted, self.scratch.numel())].view(dtype)
 
 
 @dataclass(eq=False, slots=True)
@@ -216,7 +212,8 @@ class Gradients:
             self._finish_oldest()
         if not self.placement.optimizer.sharded and not self.alone:
             with_shards = [(g, g.shard) for g in self.all if g.shard is not None]
-            gathers = [self.communicator.start_gather(shard, g.flat.key, g.flat.label) for g, shard in with_shards]
+            wires = [(g.flat, self.communicator.wire(shard)) for g, shard in with_shards]
+            gathers = [self.communicator.start_gather(wire, flat.key, flat.label) for flat, wire in wires]
             for gather in gathers:
                 gather.wait()
                 gather.drain()
@@ -251,7 +248,7 @@ class Gradients:
     @property
     def nbytes(self) -> int:
         """Bytes of gradient slots, shards and whole-gradient buffers now."""
-        slots = sum(slot.memory.nbytes + slot.scratch.nbytes for slot in self._slots)
+        slots = sum(slot.memory.nbytes + (0 if slot.scratch is None else slot.scratch.nbytes) for slot in self._slots)
         held = [tensor for gradient in self.all for tensor in (gradient.shard, gradient.whole) if tensor is not None]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
         return slots + sum(storages.values())
@@ -264,7 +261,8 @@ class Gradients:
             self._open_whole(gradient)
         else:
             gradient.slot = self._acquire()
-            gradient.pending, gradient.pending_views = gradient.slot.region(gradient.flat, gradient.wire_dtype)
+            region = gradient.slot.region(gradient.flat, gradient.wire_dtype)
+            gradient.pending, gradient.pending_views = region.whole, region.views
 
     def _open_whole(self, gradient: FlatGradient) -> None:
         if self.alone:
@@ -290,17 +288,15 @@ class Gradients:
             gradient.reduced = True
             return
         slot = gradient.slot or self._acquire()
-        wire, _ = slot.region(gradient.flat, gradient.wire_dtype)
+        region = slot.region(gradient.flat, gradient.wire_dtype)
         if gradient.slot is None:
             assert gradient.pending is not None
-            wire.copy_(gradient.pending)
+            region.whole.copy_(gradient.pending)
         if gradient.whole is not None and gradient.shard is None:
             gradient.shard = self._new_sum(gradient)  # now, while `whole` is the buffer that has just left
         gradient.left = True
         flat = gradient.flat
-        pending = self.communicator.start_reduce(
-            wire, slot.scratch_for(flat, gradient.wire_dtype), flat.key, flat.label
-        )
+        pending = self.communicator.start_reduce(region.wire, flat.key, flat.label)
         gradient.slot, gradient.pending = None, None
         self._in_flight.append((gradient, slot, pending))
         if not self.overlap:
@@ -351,11 +347,11 @@ class Gradients:
 
     def _new_slot(self) -> GradientSlot:
         largest, communicator = self._largest(), self.communicator
-        scratch = (
-            largest // communicator.world_size * (communicator.world_size - 1) if communicator.needs_scratch else 0
-        )
-        empty = torch.empty(scratch, dtype=torch.uint8, device=communicator.device)
-        return GradientSlot(communicator.allocate(largest), empty)
+        scratch = None
+        if communicator.needs_scratch:
+            others = largest // communicator.world_size * (communicator.world_size - 1)
+            scratch = torch.empty(others, dtype=torch.uint8, device=communicator.device)
+        return GradientSlot(communicator.allocate(largest), scratch)
 
     def _new_sum(self, gradient: FlatGradient) -> torch.Tensor:
         """Room for the sums: the whole-gradient buffer's own part where there is one (it has left by then), else new."""

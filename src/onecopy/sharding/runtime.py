@@ -136,8 +136,9 @@ class Runtime:
             value, parameter.grad = parameter.grad, None
             if value is not None:
                 self._enter_backward()
-                with torch.no_grad():
-                    self.gradients.receive(gradient, index, value)
+                if value.requires_grad:  # `create_graph`: the sums are no part of that graph
+                    value = value.detach()
+                self.gradients.receive(gradient, index, value)
 
         return receive
 

@@ -12,6 +12,7 @@ import torch
 
 from onecopy.comm import Communicator, PendingGather
 from onecopy.sharding.flat_buffer import FlatBuffer
+from onecopy.sharding.region import Region
 
 if TYPE_CHECKING:
     from onecopy.sharding.unit import Unit
@@ -39,17 +40,16 @@ class Slot:
         self.pins = 0
         self.gathers: list[PendingGather] = []
         self.ready = True
-        self._views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._regions: dict[int, Region] = {}
 
     def __repr__(self) -> str:
         return f"Slot({self.name}: {self.memory.nbytes} bytes, holds {self.owner.name if self.owner else 'nothing'}, {self.pins} pins)"
 
-    def region(self, flat: FlatBuffer, offset: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The flat buffer's whole [n] at byte `offset`, and its parameters' views of it; made once."""
-        found = self._views.get(flat.key)
+    def region(self, flat: FlatBuffer, offset: int) -> Region:
+        """Where the flat buffer's weights lie: at byte `offset`."""
+        found = self._regions.get(flat.key)
         if found is None:
-            whole = self.memory[offset : offset + flat.nbytes].view(flat.dtype)
-            found = self._views[flat.key] = (whole, flat.views(whole))
+            found = self._regions[flat.key] = Region(flat, self.memory, offset, flat.dtype)
         return found
 
     def wait(self) -> None:
@@ -127,7 +127,7 @@ class SlotPool:
         for slot in self.slots:
             slot.drain()
             slot.memory = slot.memory.new_empty(0)
-            slot._views.clear()
+            slot._regions.clear()
 
     def shared(self, unit: "Unit") -> bool:
         """Whether other units borrow `unit`'s slots, so that its weights are gone when theirs are here."""

@@ -60,9 +60,9 @@ class Unit:
         slot.ready = False
         self.slot = slot
         for flat, offset in zip(self.sharded, self._offsets, strict=True):
-            whole, _ = slot.region(flat, offset)
-            flat.fill_own(whole)
-            slot.gathers.append(flat.communicator.start_gather(whole, flat.key, flat.label))
+            region = slot.region(flat, offset)
+            flat.fill_own(region.wire.own)
+            slot.gathers.append(flat.communicator.start_gather(region.wire, flat.key, flat.label))
         self._set_status(ZeroParamStatus.INFLIGHT)
 
     def bind(self) -> None:
@@ -70,7 +70,7 @@ class Unit:
         assert self.slot is not None
         self.slot.wait()
         for flat, offset in zip(self.sharded, self._offsets, strict=True):
-            flat.bind(self.slot.region(flat, offset)[1])
+            flat.bind(self.slot.region(flat, offset).views)
         self._set_status(ZeroParamStatus.AVAILABLE)
 
     def guard(self) -> None:
@@ -117,7 +117,7 @@ class Unit:
         if flat.whole is not None:
             return flat.whole
         assert self.slot is not None
-        return self.slot.region(flat, self._offsets[self.sharded.index(flat)])[0]
+        return self.slot.region(flat, self._offsets[self.sharded.index(flat)]).whole
 
     def finish_refresh(self) -> None:
         for flat in self.whole:
