@@ -22,8 +22,13 @@ from tests.worlds import World, world
 from tests.zoo import Shape, Zoo, batch
 
 
-def save(model: nn.Module, folder: Path, files: int = 1, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Write the model as `save_pretrained` would: tied weights once, in one file or several with an index."""
+def save(
+    model: nn.Module, folder: Path, files: int = 1, dtype: torch.dtype | None = None, pickled: bool = False
+) -> dict[str, torch.Tensor]:
+    """Write the model as `save_pretrained` would: tied weights once, in one file or several with an index.
+
+    With `pickled` as it was done before safetensors; matrices then lie column by column, as `torch.save` lets them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     seen: set[int] = set()
     kept = {
@@ -31,13 +36,17 @@ def save(model: nn.Module, folder: Path, files: int = 1, dtype: torch.dtype | No
         for name, tensor in model.state_dict(keep_vars=True).items()
         if not (id(tensor) in seen or seen.add(id(tensor)))  # type: ignore[func-returns-value]
     }
+    kept = {name: tensor.detach() for name, tensor in kept.items()}
+    stem, suffix, write = ("pytorch_model", "bin", torch.save) if pickled else ("model", "safetensors", save_file)
+    if pickled:
+        kept = {name: tensor.t().contiguous().t() if tensor.dim() == 2 else tensor for name, tensor in kept.items()}
     if files == 1:
-        save_file({name: tensor.detach() for name, tensor in kept.items()}, folder / "model.safetensors")
+        write(kept, folder / f"{stem}.{suffix}")
         return kept
-    places = {name: f"model-{1 + place % files}-of-{files}.safetensors" for place, name in enumerate(kept)}
+    places = {name: f"{stem}-{1 + place % files}-of-{files}.{suffix}" for place, name in enumerate(kept)}
     for file in set(places.values()):
-        save_file({name: kept[name].detach() for name in kept if places[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        write({name: kept[name] for name in kept if places[name] == file}, folder / file)
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return kept
 
 
@@ -117,7 +126,7 @@ SHAPE = Shape(width=7, blocks=("wide", "adapter", "scalar", "frozen"), tied=True
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_kind_of_model_at_every_stage(tmp_path: Path, size: int) -> None:
-    save(reference(SHAPE), tmp_path, files=3)
+    save(reference(SHAPE), tmp_path, files=3, pickled=size == 1)
     kinds, stages = ("plain", "init", "meta", "meta engine"), ((3,) if size == 1 else (0, 2, 3))
     world(size).run(load_everywhere, str(tmp_path), SHAPE, kinds, stages)
 
@@ -174,7 +183,7 @@ def test_what_does_not_fit_is_said_on_every_rank(world2: World, tmp_path: Path) 
         assert answers[0] == answers[1] and "\n" not in answers[0]
         return str(answers[0])
 
-    kept = {name: tensor.detach() for name, tensor in save(reference(SHAPE), tmp_path / "whole").items()}
+    kept = save(reference(SHAPE), tmp_path / "whole")
     one = "blocks.0.back.weight"
 
     def other(name: str, tensors: dict[str, torch.Tensor]) -> str:
@@ -192,14 +201,22 @@ def test_what_does_not_fit_is_said_on_every_rank(world2: World, tmp_path: Path) 
     assert "quantised" in said(other("integers", {**kept, one: torch.zeros(7, 71, dtype=torch.int8)}))
     assert "'mask'" in said("whole", unknown=True) and "reset_buffers" in said("whole", unknown=True)
     assert "downloads nothing" in said("nowhere")
-    (tmp_path / "pickled").mkdir()
-    torch.save(kept, tmp_path / "pickled" / "pytorch_model.bin")
-    assert "pytorch_model.bin" in said("pickled")
+    save(reference(SHAPE), tmp_path / "pickled", pickled=True)
+    assert said("pickled") == "missing () unexpected ()"
+    assert "neither safetensors files nor pytorch_model.bin" in said("")
     whole = (tmp_path / "whole" / "model.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[:-9])
     assert "does not fit its place" in said("cut.safetensors")
     (tmp_path / "noise.safetensors").write_bytes(b"no header at all, just words")
     assert "no whole safetensors file" in said("noise.safetensors")
+    torch.save({**kept, "more": Shape()}, tmp_path / "objects.bin")
+    assert "would run code from the file" in said("objects.bin")
+    torch.save({"state_dict": kept}, tmp_path / "nested.bin")
+    assert "holds 'state_dict', a dict" in said("nested.bin")
+    torch.save(kept, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    assert "since torch 1.6" in said("old.bin")
+    (tmp_path / "cut.bin").write_bytes((tmp_path / "nested.bin").read_bytes()[:-99])
+    assert "no whole file of torch.save" in said("cut.bin")
     save(reference(SHAPE), tmp_path / "parts", files=2)
     (tmp_path / "parts" / "model-2-of-2.safetensors").unlink()
     assert "model-2-of-2.safetensors, which is not there" in said("parts")

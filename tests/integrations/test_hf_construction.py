@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 import onecopy
@@ -133,3 +134,53 @@ def load_and_generate(folder: str) -> None:
 
 def test_a_meta_model_is_loaded_and_generates_to_each_ranks_own_length(world2: World, tmp_path: Path) -> None:
     world2.run(load_and_generate, str(tmp_path))
+
+
+def converted_models() -> list[tuple[str, Any, Any]]:
+    """Models whose files have other names or another layout: experts one by one, a prefix, names of before LayerNorm.weight."""
+    from transformers import BertConfig, BertForMaskedLM, MixtralConfig, MixtralForCausalLM
+
+    size = {
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return [
+        ("experts", MixtralForCausalLM, MixtralConfig(**size, num_key_value_heads=1, num_local_experts=3)),
+        ("old", BertForMaskedLM, BertConfig(**size, max_position_embeddings=16)),
+    ]
+
+
+def load_other_names(folder: str) -> None:
+    for name, kind, config in converted_models():
+        theirs = kind.from_pretrained(Path(folder) / name).eval()
+        tokens = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(1))
+        with torch.device("meta"):
+            model, late = kind(config), kind(config)
+        found = onecopy.load_pretrained(model, Path(folder) / name)
+        assert found.missing == found.unexpected == ()
+        assert_same(model, theirs)
+        engine, *_ = onecopy.initialize(model=late, config=configuration(3))
+        onecopy.load_pretrained(engine, Path(folder) / name)
+        with torch.no_grad():
+            assert torch.equal(engine.eval()(input_ids=tokens).logits, theirs(input_ids=tokens).logits), name
+        engine.destroy()
+        assert [repr(kept) for kept in late._weight_conversions] == [repr(kept) for kept in theirs._weight_conversions]
+
+
+def test_names_and_layouts_are_changed_as_from_pretrained_changes_them(world2: World, tmp_path: Path) -> None:
+    for name, kind, config in converted_models():
+        model = kind(config)
+        model.save_pretrained(tmp_path / name)
+        if name == "experts":
+            assert any(".experts.2.w1." in key for key in load_file(tmp_path / name / "model.safetensors"))
+        else:
+            (tmp_path / name / "model.safetensors").unlink()
+            older = {
+                key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+                for key, value in model.state_dict().items()
+            }
+            torch.save(older, tmp_path / name / "pytorch_model.bin")
+    world2.run(load_other_names, str(tmp_path))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +30,7 @@ def materialise_buffers(model: nn.Module) -> list[str]:
         blank = _materialise(module)
         if not blank:
             continue
-        _compute(module, initialiser)
+        _compute(module, blank, initialiser)
         for local in blank:
             name = f"{prefix}.{local}" if prefix else local
             buffer = module._buffers[local]
@@ -81,16 +80,24 @@ def _is_blank(buffer: torch.Tensor) -> bool:
     return buffer.numel() > 0 and torch.equal(buffer, _poisoned(buffer))
 
 
-def _compute(module: nn.Module, initialiser: Callable[[nn.Module], None] | None) -> None:
-    """Ask the module, or the model around it, for its buffers' values."""
+def _compute(module: nn.Module, blank: list[str], initialiser: Callable[[nn.Module], None] | None) -> None:
+    """Ask the module, then the model around it, for the buffers' values, until there are some in all of them.
+
+    A method may be there without knowing of them: a scaled embedding has inherited the plain one's `reset_parameters`.
+    """
+    own = [method for name in ("reset_buffers", "reset_parameters") if callable(method := getattr(module, name, None))]
     with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        for method in ("reset_buffers", "reset_parameters"):
-            reset: Any = getattr(module, method, None)
-            if callable(reset):
-                reset()
-                return
-        if initialiser is not None:
+        for method in own:
+            if _any_blank(module, blank):
+                method()
+        if initialiser is not None and _any_blank(module, blank):
             initialiser(module)
+
+
+def _any_blank(module: nn.Module, names: list[str]) -> bool:
+    return any(
+        (buffer := module._buffers[name]) is not None and not buffer.is_meta and _is_blank(buffer) for name in names
+    )
 
 
 def _unknown(name: str, module: nn.Module) -> str:

@@ -1,6 +1,7 @@
-"""`load_pretrained`: weights go from safetensors files straight into the shards; no rank reads what it does not keep.
+"""`load_pretrained`: weights go from files straight into the shards; no rank reads what it does not keep.
 
-Host memory a rank: its shard, and at most one block of a tensor while dtypes are converted.
+Host memory a rank: its shard, and at most one block of a tensor while dtypes are converted. Tensors that transformers makes
+of several, or splits, are whole for a moment, one at a time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +20,8 @@ from onecopy.comm.connect import default_device
 from onecopy.engine import Engine
 from onecopy.engine.meta_buffers import materialise_buffers
 from onecopy.errors import ModelError
-from onecopy.init.safetensors_ranges import WeightFiles
+from onecopy.init.stored_names import Conversion, understand
+from onecopy.init.stored_weights import WeightFiles
 from onecopy.init.targets import Target, all_names, allot, targets_of_engine, targets_of_model
 from onecopy.sharding.early import borrowed_communicator
 from onecopy.sharding.early_parameter import settle_all
@@ -45,15 +48,17 @@ class LoadedWeights:
 def load_pretrained(
     engine_or_model: Engine | nn.Module, path: str | os.PathLike[str], strict: bool = True
 ) -> LoadedWeights:
-    """Fill a model's weights from safetensors files, every rank the ranges it keeps. Collective.
+    """Fill a model's weights from files, every rank the ranges it keeps. Collective.
 
     Args:
         engine_or_model: an engine, at any stage; or a model, whose parameters on the meta device become sharded as
             `zero.Init` does it (real in a world of one rank), and whose other parameters are filled where they are.
-        path: a safetensors file, or a folder with one or with several and their index, as `save_pretrained` writes it.
+        path: a file, or a folder with one or with several and their index, as `save_pretrained` writes it: safetensors, or
+            the files of `torch.save` of older models (`pytorch_model.bin`), of which no code is run.
         strict: False lets the files lack tensors of the model and have others.
 
     Values are converted to the model's dtypes. Tensors with several names in the model are filled once, under any of them.
+    A model of transformers takes files whose names or layout `from_pretrained` changes, and changes them in the same way.
 
     Raises:
         ModelError: on every rank: there is no such file, a shape or kind of number differs, or with `strict` names do; the
@@ -82,6 +87,8 @@ def load_pretrained(
     try:
         with files:
             _fill(model, plan.pairs, files, communicator)
+            if plan.used is not None:
+                vars(model)["_weight_conversions"] = plan.used  # where from_pretrained leaves them for save_pretrained
     except (ModelError, OSError) as error:
         problem = f"{error}; the model holds a part of the weights only and must be loaded again before it is used"
     _raise_together(communicator, problem)
@@ -109,34 +116,34 @@ def _raise_together(communicator: Communicator, problem: str) -> None:
 # ----------------------------------------------------------------------------------------------------- names and shapes
 @dataclass(frozen=True)
 class _Plan:
-    """Which stored tensor goes where."""
+    """Which stored tensor, or result of a conversion, goes where."""
 
-    pairs: list[tuple[Target, str]]
+    pairs: list[tuple[Target, str | Conversion]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    used: list[Any] | None
 
 
 def _match(model: nn.Module, targets: Sequence[Target], files: WeightFiles, strict: bool, awaited: set[str]) -> _Plan:
     """Pair the model's tensors with the files'; raises ModelError naming what does not fit."""
-    prefix = _prefix(model, targets, files)
+    meaning = understand(model, files.tensors, all_names(targets))
     pairs, missing, wrong = [], [], []
     for target in targets:
-        stored = next((key for name in target.names if (key := prefix.key(name)) in files.tensors), None)
-        if stored is None:
+        source = next((found for name in target.names if (found := meaning.source_of.get(name)) is not None), None)
+        if source is None:
             needed = target.kind == "parameter" or awaited & set(target.names)
             if needed and 0 not in target.shape:
                 missing.append(target.names[0])
             continue
         if target.kind == "computed":
             continue  # old files hold rotary tables; the model has computed its own
-        wrong += _mismatch(target, stored, files)
-        pairs.append((target, stored))
+        wrong += _mismatch(target, source, files)
+        pairs.append((target, source))
     if wrong:
         raise ModelError(
             f"{files.path} does not fit the model: {_few(wrong)}; build the model from this folder's own settings"
         )
-    known = {prefix.key(name) for name in all_names(targets)}
-    unexpected = _not_ignored(model, "_keys_to_ignore_on_load_unexpected", [n for n in files.tensors if n not in known])
+    unexpected = _not_ignored(model, "_keys_to_ignore_on_load_unexpected", meaning.unexpected)
     missing = _not_ignored(model, "_keys_to_ignore_on_load_missing", missing) if not awaited else missing
     if strict and (missing or unexpected):
         sentences = [f"it lacks {_few([repr(n) for n in missing])}"] if missing else []
@@ -145,21 +152,24 @@ def _match(model: nn.Module, targets: Sequence[Target], files: WeightFiles, stri
             f"{files.path} does not fit the model: {' and '.join(sentences)}; build the model whose weights these are, or "
             "give strict=False to load what both have"
         )
-    return _Plan(pairs, tuple(missing), tuple(unexpected))
+    return _Plan(pairs, tuple(missing), tuple(unexpected), meaning.used)
 
 
-def _mismatch(target: Target, stored: str, files: WeightFiles) -> list[str]:
-    entry = files.tensors[stored]
-    if entry.shape != target.shape:
+def _mismatch(target: Target, source: str | Conversion, files: WeightFiles) -> list[str]:
+    first = files.tensors[source if isinstance(source, str) else source.sources[0][0]]
+    shape = (
+        first.shape if isinstance(source, str) else next(source.shapes[n] for n in target.names if n in source.shapes)
+    )
+    if shape != target.shape:
         return [
-            f"'{target.names[0]}' has shape {list(target.shape)} in the model and {list(entry.shape)} in {entry.file.name}"
+            f"'{target.names[0]}' has shape {list(target.shape)} in the model and {list(shape)} in {first.file.name}"
         ]
     if (
-        entry.dtype.is_floating_point != target.dtype.is_floating_point
-        or entry.dtype.is_complex != target.dtype.is_complex
+        first.dtype.is_floating_point != target.dtype.is_floating_point
+        or first.dtype.is_complex != target.dtype.is_complex
     ):
         return [
-            f"'{target.names[0]}' is {target.dtype} in the model and {entry.dtype} in {entry.file.name} (quantised weights "
+            f"'{target.names[0]}' is {target.dtype} in the model and {first.dtype} in {first.file.name} (quantised weights "
             "must be dequantised first)"
         ]
     return []
@@ -176,40 +186,33 @@ def _not_ignored(model: nn.Module, attribute: str, names: list[str]) -> list[str
     return [name for name in names if not any(pattern.search(name) for pattern in patterns)]
 
 
-@dataclass(frozen=True)
-class _Prefix:
-    """How a model's names become the files': a base model's files lack the prefix that a model with a head has."""
-
-    strip: str = ""
-    add: str = ""
-
-    def key(self, name: str) -> str:
-        return self.add + (name.removeprefix(self.strip) if self.strip else name)
-
-
-def _prefix(model: nn.Module, targets: Sequence[Target], files: WeightFiles) -> _Prefix:
-    """None where names agree as they are; else the one of transformers' `base_model_prefix`, in either direction."""
-    names, base = all_names(targets), getattr(model, "base_model_prefix", "")
-    if not base or any(name in files.tensors for name in names):
-        return _Prefix()
-    for option in (_Prefix(strip=f"{base}."), _Prefix(add=f"{base}.")):
-        if any(option.key(name) in files.tensors for name in names):
-            return option
-    return _Prefix()
-
-
 # ------------------------------------------------------------------------------------------------------------------ values
 def _fill(
-    model: nn.Module, pairs: Sequence[tuple[Target, str]], files: WeightFiles, communicator: Communicator
+    model: nn.Module, pairs: Sequence[tuple[Target, str | Conversion]], files: WeightFiles, communicator: Communicator
 ) -> None:
     parameters = dict(model.named_parameters())
-    for target, stored in pairs:
+    together: dict[Conversion, list[Target]] = {}
+    for target, source in pairs:
         parameter = parameters.get(target.names[0])
         if parameter is not None and parameter.is_meta:
             allot(parameter, target, communicator)
+        if isinstance(source, Conversion):
+            together.setdefault(source, []).append(target)
+            continue
         for start, piece in target.pieces:
-            files.read(stored, start, piece)
+            files.read(source, start, piece)
         if target.holder is not None:
-            whole = torch.empty(target.shape, dtype=target.dtype)
-            files.read(stored, 0, whole.view(-1))
-            target.holder.copy_(whole)
+            target.holder.copy_(files.whole(source))
+    for conversion, targets in together.items():
+        if any(target.pieces or target.holder is not None for target in targets):
+            _fill_converted(conversion, targets, files)
+
+
+def _fill_converted(conversion: Conversion, targets: Sequence[Target], files: WeightFiles) -> None:
+    results = conversion.run(files.whole)
+    for target in targets:
+        value = next(results[name] for name in target.names if name in results)
+        for start, piece in target.pieces:
+            piece.copy_(value.reshape(-1)[start : start + piece.numel()])
+        if target.holder is not None:
+            target.holder.copy_(value)

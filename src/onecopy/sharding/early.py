@@ -111,9 +111,11 @@ class EarlyShard:
         self.shard[: stop - start].copy_(value.reshape(-1)[start:stop])
 
     def reserve(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Make room for a parameter whose values come later, by `shard`. Not collective."""
+        """Make room for a parameter whose values come later, by `shard`; zeros only at its end. Not collective."""
         self.shape, self.dtype = shape, dtype
-        self.shard = torch.zeros(self.size, dtype=dtype, device=self.home)
+        self.shard = torch.empty(self.size, dtype=dtype, device=self.home)
+        start, stop = self.own()
+        self.shard[stop - start :].zero_()
 
     @torch.no_grad()
     def whole(self) -> torch.Tensor:
