@@ -141,10 +141,15 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
-def test_before_the_first_step_there_is_no_last_rate(name):
-    schedule = build_scheduler(name, SMALL[name], optimizer())
-    with pytest.raises(AssertionError, match="need to call step"):
-        schedule.get_last_lr()
+def test_before_the_first_step_the_last_rate_is_what_construction_wrote_if_it_did(name):
+    target = optimizer()
+    schedule = build_scheduler(name, SMALL[name], target)
+    if name != "OneCycle":
+        assert schedule.get_last_lr() == [group["lr"] for group in target.param_groups]
+    continuing = build_scheduler(name, {**SMALL[name], "last_batch_iteration": 3}, optimizer())
+    for silent in [continuing, *([schedule] if name == "OneCycle" else [])]:
+        with pytest.raises(AssertionError, match="need to call step"):
+            silent.get_last_lr()
 
 
 @given(name=st.sampled_from(VALID_LR_SCHEDULES), before=st.integers(1, 20), after=st.integers(0, 8))

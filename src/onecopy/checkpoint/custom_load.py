@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,11 @@ def whole_state_dict(reader: RangeReader) -> dict[str, torch.Tensor]:
 
 
 def load_whole_weights(
-    engine: Engine, source: dict[str, torch.Tensor], strict: bool = True, function: Callable[..., Any] | None = None
+    engine: Engine,
+    source: dict[str, torch.Tensor],
+    strict: bool = True,
+    function: Callable[..., Any] | None = None,
+    may_miss: Iterable[str] = (),
 ) -> None:
     """Load a dictionary of whole weights into the engine's module, as `load_state_dict` or the user's function does.
 
@@ -38,7 +42,8 @@ def load_whole_weights(
     """
 
     def load(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
-        dst.load_state_dict(src, strict=strict)
+        own = dst.state_dict() if may_miss else {}
+        dst.load_state_dict({**{name: own[name] for name in may_miss if name in own}, **src}, strict=strict)
 
     engine._clear_window()
     call_custom_load(engine, source, function or load)

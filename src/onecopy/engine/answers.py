@@ -26,6 +26,7 @@ class Answers(ConfigGetters):
     _outcome: StepOutcome | None
     _skipped: int
     _step_applied: bool
+    _between_boundaries = False  # the last step() only counted
 
     def _read_outcomes(self) -> None:
         raise NotImplementedError("the engine reads the outcomes of its steps")
@@ -41,9 +42,14 @@ class Answers(ConfigGetters):
         self._skipped = value
 
     def was_step_applied(self) -> bool:
-        """Whether the last boundary changed the weights. Waits for the device."""
+        """Whether the last `step()` changed the weights: not off a boundary, nor when skipped. Waits for the device."""
         self._read_outcomes()
-        return self._step_applied
+        return self._step_applied and not self._between_boundaries
+
+    def _last_update_applied(self) -> bool:
+        """Whether the last boundary changed the weights, or there was none yet. Waits for the device."""
+        self._read_outcomes()
+        return self._step_applied or self._outcome is None
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's mean gradient before clipping, the same on all ranks; None before the first step."""

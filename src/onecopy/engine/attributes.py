@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from onecopy.comm import Communicator
 from onecopy.config import Config
 from onecopy.sharding import Unit, ZeroParamStatus
@@ -17,7 +19,7 @@ def mark_parameters(units: Sequence[Unit], config: Config, communicator: Communi
             for parameter, place in zip(flat.parameters, flat.layout.ranges, strict=True):
                 attributes = {
                     "ds_id": number,
-                    "ds_shape": place.shape,
+                    "ds_shape": torch.Size(place.shape),
                     "ds_numel": place.numel,
                     "ds_persist": not flat.place.sharded,
                     "ds_status": ZeroParamStatus.NOT_AVAILABLE if flat.place.sharded else ZeroParamStatus.AVAILABLE,

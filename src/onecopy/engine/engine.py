@@ -139,7 +139,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
                 inner,
                 self._update,
                 self.zero_grad,
-                lambda: self.was_step_applied() or self._outcome is None,
+                self._last_update_applied,
                 self.loss_scale,
             )
         self.reporter.describe(self)
@@ -251,6 +251,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         if advice is not None:
             log_once((advice[0], id(self)), advice[1])
         self.window.step_called(boundary, batches)
+        self._between_boundaries = not boundary
         if not boundary:
             return
         with self.timers.phase("step"):
@@ -367,9 +368,6 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
 
     def eval(self) -> "Engine":
         return self.train(False)
-
-    def module_state_dict(self) -> dict[str, Any]:
-        return self.module.state_dict()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -75,6 +75,10 @@ class ConfigGetters:
     def curriculum_learning_enabled(self) -> bool:
         return False
 
+    autotuning_enabled = data_efficiency_enabled = data_sampling_enabled = curriculum_learning_enabled
+    random_ltd_enabled = flops_profiler_enabled = is_deepcompile_enabled = curriculum_learning_enabled
+    super_offload = optimizer_legacy_fusion = is_sanity_checks_enabled = curriculum_learning_enabled
+
     def dynamic_loss_scale(self) -> bool:
         return self.configuration.fp16.enabled and self.configuration.fp16.loss_scale == 0
 
@@ -142,6 +146,13 @@ class ConfigGetters:
     @property
     def seq_dp_world_size(self) -> int:
         return self.communicator.world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The group of ranks that the training state is sharded over."""
+        return self.communicator.group
+
+    seq_data_parallel_group = data_parallel_group
 
     # ------------------------------------------------------------------------------------------------------------- zero
     def zero_optimization(self) -> bool:

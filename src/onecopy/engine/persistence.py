@@ -158,21 +158,42 @@ class Persistence:
             raise ValueError(f"this function requires ZeRO-3 mode; zero_optimization.stage is {stage}")
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's own `state_dict`, without frozen parameters if asked. Not collective.
+
+        At stage 3 the weights are elsewhere and this raises; `_consolidated_16bit_state_dict` gathers them.
+        """
+        module = cast("Engine", self).module
+        state: dict[str, Any] = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
     def load_module_state_dict(
         self,
         checkpoint: dict[str, Any],
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
     ) -> None:
         """Load `checkpoint["module"]` (or `checkpoint` itself), a dictionary of whole weights, at any stage.
 
-        Every rank gives the dictionary and takes its own part of it; masters follow. `fetch_z3_params` is accepted and
-        changes nothing.
+        Every rank gives the dictionary and takes its own part of it; masters follow. `fetch_z3_params` and
+        `z3_params_to_fetch` are accepted and change nothing; names in `allowed_missing_keys` may be missing although `strict`.
         """
         from onecopy.checkpoint.custom_load import load_whole_weights
 
-        module = checkpoint.get("module", checkpoint)
-        load_whole_weights(
-            cast("Engine", self), module if isinstance(module, dict) else checkpoint, strict, custom_load_fn
-        )
+        found = checkpoint.get("module", checkpoint)
+        weights = dict(found if isinstance(found, dict) else checkpoint)
+        missing = [name for name in allowed_missing_keys or () if name not in weights]
+        load_whole_weights(cast("Engine", self), weights, strict, custom_load_fn, missing)

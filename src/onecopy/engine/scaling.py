@@ -26,6 +26,9 @@ class ScaledGradients:
     def scale(self, loss: torch.Tensor, mark: bool = True) -> torch.Tensor:
         """The loss times the fp16 loss scale, for code that calls `.backward()` itself."""
         if mark:
+            assert loss.numel() == 1 and loss.grad_fn is not None, (
+                "engine.scale needs a scalar loss with a grad_fn; for other tensors use tensor.backward(gradient)"
+            )
             self._loss_is_scaled = True
         return loss if self.scaler is None else loss * self.scaler.scale
 

@@ -42,7 +42,10 @@ class Schedule:
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """The rates written by the last `step()`; AssertionError before the first one, which trainers look for."""
+        """The rates written last: by `step()`, or by the construction of a fresh schedule.
+
+        AssertionError where nothing was written yet (OneCycle, or a schedule that continues), which trainers look for.
+        """
         assert self._last_lr is not None, "need to call step() first: no optimizer step has been taken yet"
         return self._last_lr
 
@@ -107,7 +110,7 @@ class LRRangeTest(Schedule):
         self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
         self.staircase = lr_range_test_staircase
         if last_batch_iteration == -1:
-            self._write(self.min_lr)
+            self._last_lr = self._write(self.min_lr)
 
     def get_lr(self) -> list[float]:
         interval = float(self.last_batch_iteration + 1) / self.step_size
@@ -139,7 +142,7 @@ class WarmupLR(Schedule):
         self.warmup_num_steps = max(2, _positive_integer("warmup_num_steps", warmup_num_steps))
         self.warmup_type = _warmup_type(warmup_type)
         if last_batch_iteration == -1:
-            self._write(self.min_lrs)
+            self._last_lr = self._write(self.min_lrs)
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
@@ -203,7 +206,7 @@ class WarmupCosineLR(Schedule):
         _warn_short_total(self, self.total_num_steps, self.warmup_num_steps)
         self.org_lrs = [self._rate_of(group) for group in optimizer.param_groups]
         if last_batch_iteration == -1:
-            self._write(self.get_lr())
+            self._last_lr = self._write(self.get_lr())
 
     def get_lr_ratio(self) -> float:
         """What the rates of all groups are multiplied by at `last_batch_iteration`."""

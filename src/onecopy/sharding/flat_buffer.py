@@ -12,7 +12,7 @@ from torch import nn
 from onecopy.comm import Communicator, PendingGather
 from onecopy.comm.wire import Wire
 from onecopy.layout import FlatLayout, Place, Placement
-from onecopy.sharding.parameter import guard, unguard
+from onecopy.sharding.parameter import ZeroParamStatus, guard, unguard
 from onecopy.sharding.pending import is_unloaded, stop_waiting, take_weights, unknown
 
 HIGH_PRECISION = (torch.float32, torch.float64)
@@ -171,15 +171,18 @@ class FlatBuffer:
             guard(parameter)
 
     def bind_one(self, index: int, view: torch.Tensor) -> None:
-        """Let one parameter be this view."""
-        unguard(self.parameters[index])
-        self.parameters[index].data = view
+        """Let one sharded parameter be this view."""
+        parameter = self.parameters[index]
+        unguard(parameter)
+        parameter.data = view
+        parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
     def unbind_one(self, index: int) -> None:
         """Let one sharded parameter be empty and guarded again."""
         parameter = self.parameters[index]
         unguard(parameter)
         parameter.data = torch.empty(0, dtype=self.dtype, device=self.communicator.device)
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
         guard(parameter)
 
     def local_part(self, index: int) -> tuple[slice, slice] | None:

@@ -15,6 +15,9 @@ from torch import nn
 from onecopy import engine as room
 from onecopy.engine import Engine
 from onecopy.engine.handover import engine_of, give_up, remember
+from onecopy.integrations.deepspeed.configuration import DeepSpeedConfig
+from onecopy.integrations.deepspeed.optimizers import complete_optimizer
+from onecopy.integrations.deepspeed.parameters import complete_parameters
 from onecopy.observe.log import keep_quiet, log_once
 
 
@@ -29,10 +32,25 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
     made = room.initialize(*args, **kwargs)
     engine = made[0]
     remember(engine)
+    _complete(engine, kwargs)
     if kwargs.get("lr_scheduler") is not None:
         keep_quiet(("scheduler not given", id(engine)))  # who takes it off the engine afterwards saves it, too
     object.__setattr__(engine.module, "_apply", _StaysInPlace(engine))
     return made
+
+
+def _complete(engine: Engine, given: dict[str, Any]) -> None:
+    """What DeepSpeed's engine, optimizer and parameters have besides."""
+    complete_parameters(engine)
+    complete_optimizer(engine)
+    attributes = {
+        "_config": DeepSpeedConfig.of(engine.configuration),
+        "mpu": given.get("mpu"),
+        "client_optimizer": given.get("optimizer"),
+        "client_lr_scheduler": given.get("lr_scheduler"),
+    }
+    for name, value in attributes.items():
+        object.__setattr__(engine, name, value)
 
 
 def _hooks_are_gone(engine: Engine) -> bool:

@@ -1,9 +1,7 @@
 """DeepSpeed's public names on onecopy's engine; `docs/compatibility.md` says which are honoured, differ or are refused."""
 
 import argparse
-from typing import Any
 
-from onecopy.config import Config, load
 from onecopy.engine import Engine as DeepSpeedEngine
 from onecopy.inference import InferenceEngine, default_inference_config, init_inference
 from onecopy.integrations.deepspeed.missing import refuse_missing_modules
@@ -17,7 +15,7 @@ from . import comm as dist  # noqa: E402
 from .accelerator import get_accelerator  # noqa: E402
 from .comm import init_distributed  # noqa: E402
 from .runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer  # noqa: E402
-from .runtime.config import DeepSpeedConfigError  # noqa: E402
+from .runtime.config import DeepSpeedConfig, DeepSpeedConfigError  # noqa: E402
 from .utils import OnDevice, log_dist, logger  # noqa: E402
 
 __version__ = "0.19.8+onecopy"
@@ -43,14 +41,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
     return parser
-
-
-def DeepSpeedConfig(config: Any, mpu: Any = None, mesh_device: Any = None) -> Config:
-    """The configuration, resolved for the ranks of this run; raises `DeepSpeedConfigError`."""
-    ranks = mpu.get_data_parallel_world_size() if mpu is not None else None
-    if ranks is None:
-        ranks = comm.get_world_size() if comm.is_initialized() else 1
-    return load(config, world_size=ranks)
 
 
 __all__ = [

@@ -1,7 +1,6 @@
 """What `initialize` returns as the optimizer, under the names of DeepSpeed's base classes."""
 
+from onecopy.integrations.deepspeed.optimizers import ZeROOptimizer
 from onecopy.optim.wrapper import ShardedOptimizer as DeepSpeedOptimizer
-
-ZeROOptimizer = DeepSpeedOptimizer
 
 __all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]

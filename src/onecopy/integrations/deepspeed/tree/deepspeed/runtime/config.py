@@ -1,5 +1,8 @@
-"""The error of a configuration that cannot be honoured."""
+"""The configuration, and the error of one that cannot be honoured."""
 
 from onecopy.errors import ConfigError as DeepSpeedConfigError
+from onecopy.integrations.deepspeed.configuration import DeepSpeedConfig
 
-__all__ = ["DeepSpeedConfigError"]
+from .zero.config import ZeroStageEnum
+
+__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "ZeroStageEnum"]

@@ -1,13 +1,13 @@
 """Building models for ZeRO-3, and making their parameters whole for a while."""
 
 from collections.abc import Callable, Iterable
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from onecopy import zero
+from onecopy.integrations.deepspeed.parameters import ZeroParamType
 from onecopy.observe import log_once
 from onecopy.sharding.early_parameter import resume_construction as restore_init_context
 from onecopy.sharding.early_parameter import suspend_construction as shutdown_init_context
@@ -22,14 +22,6 @@ _orig_torch_arange = torch.arange
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """The constructor itself: tensors are made as the model makes them."""
     return fn
-
-
-class ZeroParamType(Enum):
-    """How a parameter is sharded; only NORMAL occurs."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
 
 
 class GatheredParameters(zero.GatheredParameters):

@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from onecopy.integrations.deepspeed.optimizers import DeepSpeedZeroOptimizer_Stage3
 from onecopy.layout import estimates
-from onecopy.optim.wrapper import ShardedOptimizer as DeepSpeedZeroOptimizer_Stage3
 
 
 def estimate_zero3_model_states_mem_needs(

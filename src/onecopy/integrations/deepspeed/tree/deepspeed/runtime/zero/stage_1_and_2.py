@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from onecopy.integrations.deepspeed.optimizers import DeepSpeedZeroOptimizer
 from onecopy.layout import estimates
-from onecopy.optim.wrapper import ShardedOptimizer as DeepSpeedZeroOptimizer
 
 
 def estimate_zero2_model_states_mem_needs(

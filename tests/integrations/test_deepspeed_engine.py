@@ -1,0 +1,108 @@
+"""What the `deepspeed` module's engine, optimizer and parameters are beyond onecopy's own, on two ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.worlds import World
+
+
+def _engine(stage: int, **blocks: Any) -> Any:
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        **blocks,
+    }
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def _optimizer_tells_its_mode() -> None:
+    import deepspeed
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    for stage in (0, 2, 3):
+        engine = _engine(stage, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+        optimizer = engine.optimizer
+        assert isinstance(optimizer, DeepSpeedZeroOptimizer) == (stage == 2)
+        assert isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) == (stage == 3)
+        assert isinstance(optimizer, deepspeed.ZeROOptimizer) == (stage > 0)
+        assert isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
+        assert optimizer.dynamic_loss_scale and optimizer.loss_scaler.dynamic and optimizer.clip_grad == 1.0
+        engine.backward(engine(torch.randn(2, 4).half()).float().sum() * float("inf"))
+        engine.step()
+        assert optimizer.overflow and optimizer.loss_scaler.cur_scale == optimizer.cur_scale == 8.0
+        optimizer.loss_scaler.cur_scale = 2.0
+        assert engine.loss_scale() == 2.0
+        assert engine._config.zero_optimization_stage == engine._config.zero_config.stage == stage
+        assert engine._config.optimizer_name == "adam" and engine._config.train_batch_size == 4
+        engine.destroy()
+
+
+def _counting_step_applies_nothing() -> None:
+    engine = _engine(1, gradient_accumulation_steps=2)
+    applied = []
+    for _ in range(3):
+        loss = engine(torch.ones(2, 4)).sum()
+        engine.backward(loss)
+        engine.step()
+        applied.append(engine.was_step_applied())
+    assert applied == [False, True, False] and not engine.optimizer.overflow
+    with pytest.raises(AssertionError, match="scalar loss"):
+        engine.scale(engine(torch.ones(2, 4)))
+    assert list(engine.module_state_dict(prefix="a.")) == ["a.0.weight", "a.0.bias", "a.1.weight", "a.1.bias"]
+    engine.module[0].requires_grad_(False)
+    assert list(engine.module_state_dict(exclude_frozen_parameters=True)) == ["1.weight", "1.bias"]
+    engine.destroy()
+
+
+def _parameters_have_the_methods() -> None:
+    from deepspeed.zero import GatheredParameters, ZeroParamStatus, ZeroParamType
+
+    engine = _engine(3)
+    parameter = engine.module[0].weight
+    assert parameter.ds_shape == torch.Size([8, 4]) and parameter.ds_param_type is ZeroParamType.PARTITIONED
+    assert parameter.partition_numel() == 16 and parameter.ds_summary()["ds_numel"] == 32
+    with GatheredParameters(parameter):
+        assert parameter.ds_status is ZeroParamStatus.AVAILABLE and parameter.shape == (8, 4)
+    assert parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE and parameter.shape == (0,)
+    parameter.all_gather()
+    assert parameter.ds_status is ZeroParamStatus.AVAILABLE
+    parameter.data.fill_(3.0)
+    parameter.partition(has_been_updated=True)
+    assert parameter.shape == (0,)
+    with GatheredParameters(parameter):
+        assert bool((parameter == 3.0).all())
+    engine.destroy()
+
+
+CHECKS = [_optimizer_tells_its_mode, _counting_step_applies_nothing, _parameters_have_the_methods]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_two_ranks(world2: World, check: Callable[[], None]) -> None:
+    world2.run(_with_deepspeed, check)
+
+
+def _with_deepspeed(check: Callable[[], None]) -> None:
+    """The ranks serve other tests afterwards, so the module is taken away again."""
+    from onecopy.integrations.deepspeed import install, uninstall
+
+    assert install(force=True)
+    try:
+        check()
+    finally:
+        uninstall()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+            del sys.modules[name]
