@@ -14,12 +14,13 @@ from torch import nn
 from onecopy.cli.main import main
 from onecopy.errors import PlanError
 from onecopy.plan import Subject, estimate_zero3_model_states_mem_needs_all_live, plan, virtual_world
+from onecopy.plan.estimate import Setting, exact
 from onecopy.plan.estimators import estimate_zero2_model_states_mem_needs, estimate_zero3_model_states_mem_needs
 from onecopy.plan.hardware import machine
 from onecopy.plan.impossible import at_least, states_floor
 from onecopy.plan.models import subject_for
 from onecopy.plan.report import page
-from onecopy.plan.tape import Await, Compute, Transfer
+from onecopy.plan.tape import Await, Compute, Tape, Transfer
 from onecopy.plan.timing import Rates, play
 from onecopy.plan.unseen import GIB, intervals, unseen
 from tests.plan.test_exact import LENGTH, gpt
@@ -122,6 +123,17 @@ def test_lanes_overlap_and_waits_are_exposed() -> None:
     assert hidden.exposed == 0 and hidden.seconds == pytest.approx(1.0)
     bare = play([Transfer("gather", 10**9, 1, "a"), Await(1), work], where, rates)
     assert bare.exposed == pytest.approx(transfer) and bare.seconds == pytest.approx(1 + transfer)
+
+
+def test_blocks_larger_than_the_prefetch_bucket_are_gathered_ahead() -> None:
+    """One unit always is, or nothing would overlap; 0 turns it off."""
+    where = machine("8xA100-80GB")
+    exposed = {}
+    for bucket in (0, 1, 10**9):
+        tape = Tape()
+        exact(gpt(6), Setting(3), 8, LENGTH, {"zero_optimization": {"stage3_prefetch_bucket_size": bucket}}, tape=tape)
+        exposed[bucket] = play(tape.events, where, Rates()).exposed
+    assert exposed[0] > exposed[1] == exposed[10**9]
 
 
 def test_estimators_of_deepspeeds_signatures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,7 +159,7 @@ class ZeroConfig:
     prefetch_bucket_size: int = key(
         50_000_000,
         Integer(0, unit=ELEMENTS),
-        "bounds how far gathering runs ahead of the computation; 0 gathers each unit when it is needed",
+        "bounds how far gathering runs ahead of the computation (the next unit always does); 0 gathers each unit when it is needed",
         name="stage3_prefetch_bucket_size",
         aliases=("prefetch_bucket_size",),
         stages=(3,),

@@ -281,7 +281,10 @@ class Runtime:
         unit.gather_into(slot)
 
     def _prefetch(self) -> None:
-        """Start the gathers that come next in the recorded order, as far as slots and the configured bound allow."""
+        """Start the gathers that come next in the recorded order, as far as slots and the configured bound allow.
+
+        A bound above 0 always lets one unit through: with one smaller than a block nothing would overlap, and slots are there anyway.
+        """
         if not self.limits.overlap or not self.slots.slots:  # nothing is gathered where weights are whole
             return
         elements = self.limits.prefetch_elements
@@ -290,11 +293,11 @@ class Runtime:
             if not unit.sharded or (backward and not unit.needs_weights_in_backward):
                 continue
             if unit.slot is None:
-                elements -= unit.numel
                 slot = unit.home
-                if elements < 0 or slot is None or slot.pins or slot.owner in needed:
+                if elements <= 0 or slot is None or slot.pins or slot.owner in needed:
                     return
                 self._gather(unit, slot)
+                elements -= unit.numel
             needed.add(unit)
             if len(needed) >= len(self.slots.slots):
                 return
