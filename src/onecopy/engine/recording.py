@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onecopy.engine.whereabouts import Whereabouts, adopt_state, block_of
+from onecopy.engine.whereabouts import Whereabouts, adopt_state, adopt_state_before_steps, block_of
 from onecopy.observe.ledger import CATEGORIES, Ledger
 from onecopy.observe.log import warn
 
@@ -109,6 +109,7 @@ class StepDetail:
                 f"start_{lane}",
                 self.lanes.watching(lane, getattr(engine.communicator, f"start_{lane}")),
             )
+        self._adopting = adopt_state_before_steps(engine, self.ledger)
         self._inputs = engine.module.register_forward_pre_hook(self._adopt_inputs, with_kwargs=True)
         self.ledger.__enter__()
         self._running = True
@@ -134,6 +135,7 @@ class StepDetail:
         self._running = False
         self.ledger.__exit__(None, None, None)
         self._inputs.remove()
+        self._adopting.remove()
         self.whereabouts.close()
         self._engine.timers = self._timers
         del self._communicator.start_gather, self._communicator.start_reduce

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onecopy.observe.ledger import Ledger
 from onecopy.sharding.outputs import map_tensors
@@ -130,3 +131,12 @@ def adopt_state(engine: Any, ledger: Ledger) -> None:
     if engine.optimizer is not None:
         for state in engine.optimizer.state.values():
             ledger.adopt((value for value in state.values() if isinstance(value, torch.Tensor)), "moments")
+
+
+def adopt_state_before_steps(engine: Any, ledger: Ledger) -> Any:
+    """Name the training state whenever an optimizer steps: gradients that arrive and go inside `engine.step` have no other moment.
+
+    Returns:
+        a handle whose `remove` ends it.
+    """
+    return register_optimizer_step_pre_hook(lambda *_: adopt_state(engine, ledger))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import onecopy
-from onecopy.engine.whereabouts import Whereabouts, adopt_state
+from onecopy.engine.whereabouts import Whereabouts, adopt_state, adopt_state_before_steps
 from onecopy.observe.ledger import Ledger
 from onecopy.plan.tape import RecordingCollective, Tape
 from onecopy.plan.virtual import communicator_here
@@ -116,6 +116,7 @@ def rehearse(
         whereabouts = Whereabouts(model, ledger)
         engine, *_ = onecopy.initialize(model=model, config=config, communicator=communicator_here())
         adopt_state(engine, ledger)
+        adopting = adopt_state_before_steps(engine, ledger)
         if around is not None:
             around(engine, ledger, whereabouts)
         batch = subject.batch(micro_batch, sequence)
@@ -138,6 +139,7 @@ def rehearse(
         ledger.label()
         resting = ledger.by_category(len(ledger.events))
         units = [(unit.name, sum(flat.numel for flat in unit.buffers)) for unit in engine.units]
+        adopting.remove()
         whereabouts.close()
         ledger.stop()
         engine.destroy()
