@@ -3,9 +3,10 @@
 from onecopy.sharding.build import BuildRules, build_unfrozen, build_units
 from onecopy.sharding.discover import UnitRules, choose_small, discover_units
 from onecopy.sharding.flat_buffer import FlatBuffer
+from onecopy.sharding.gathering import Limits
 from onecopy.sharding.gradients import FlatGradient, Gradients
 from onecopy.sharding.parameter import GuardedParameter, ZeroParamStatus
-from onecopy.sharding.runtime import Limits, Runtime
+from onecopy.sharding.runtime import Runtime
 from onecopy.sharding.slots import SlotPool
 from onecopy.sharding.unit import Unit
 

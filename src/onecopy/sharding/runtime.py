@@ -4,14 +4,12 @@
         backward   output hook: gather again, unpin later units     gradient hook: copy into a gradient slot
         the end    a callback of autograd's engine: last reductions leave, everything is unpinned
 
-A slot is left only when another unit needs it, so a unit that still owns its slot needs no communication. Autograd runs
-nodes strictly from the latest created to the earliest (gradient accumulators at once), which is why the first hook of
-an earlier call says that all later calls have finished.
+Autograd runs nodes strictly from the latest created to the earliest (gradient accumulators at once), which is why the
+first hook of an earlier call says that all later calls have finished.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,21 +21,13 @@ from onecopy.errors import ModelError, ReleasedParameterError
 from onecopy.sharding import messages
 from onecopy.sharding.call import Call
 from onecopy.sharding.flat_buffer import FlatBuffer
+from onecopy.sharding.gathering import Gathering, Limits
 from onecopy.sharding.gradients import FlatGradient, Gradients
 from onecopy.sharding.order import Order
 from onecopy.sharding.outputs import prepare_outputs
 from onecopy.sharding.parameter import ParameterHome
 from onecopy.sharding.slots import Slot, SlotPool
 from onecopy.sharding.unit import Unit
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How far the configuration lets gathering run ahead and weights linger, in elements."""
-
-    prefetch_elements: int
-    reuse_elements: int
-    overlap: bool
 
 
 def in_backward() -> bool:
@@ -67,12 +57,11 @@ class Runtime:
         self.slots = slots
         self.gradients = gradients
         self.communicator = communicator
-        self.limits = limits
-        self.phase = phase or (lambda name: nullcontext())
         self.order = Order([unit for unit in units if not unit.resident])
+        self.gathering = Gathering(slots, self.order, limits, phase or (lambda name: nullcontext()))
         self.residents = [unit for unit in units if unit.resident]
         self._unit_of = {flat.key: unit for unit in units for flat in unit.buffers}
-        self.total_elements = sum(unit.numel for unit in units)
+        self._reuse_is_bounded = limits.reuse_elements < sum(unit.numel for unit in units)
         self.defer: Callable[[], bool] = lambda: False  # whether this backward's gradients stay whole
         self.scale_outputs: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.gradient_divisor: Callable[[], float] = lambda: 1.0
@@ -200,9 +189,7 @@ class Runtime:
     def _hold(self, unit: Unit) -> None:
         """Keep `unit` gathered until the backward of this forward is over (or this forward is, when there will be none)."""
         if not any(held is unit for held, _ in self._held):
-            slot = self._ensure(unit)
-            slot.pins += 1
-            self._held.append((unit, slot))
+            self._held.append((unit, self.gathering.pin(unit)))
 
     def _outer_after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if in_backward():
@@ -234,10 +221,8 @@ class Runtime:
             self.order.use(unit, backward=False)
             unit.finish_refresh()
             if unit.sharded:
-                slot = self._ensure(unit)
-                slot.pins += 1
-                call.leases.append((unit, slot))
-                self._prefetch()
+                call.leases.append((unit, self.gathering.pin(unit)))
+                self.gathering.start_next()
 
         return before
 
@@ -246,12 +231,10 @@ class Runtime:
             return self._after_recomputing(module, output)
         call = self._stack.pop()
         for unit, slot in call.leases:
-            self._let_go(unit, slot)
+            self.gathering.let_go(unit, slot)
         assert call.unit is not None
-        if self.limits.reuse_elements < self.total_elements and call.unit.slot is not None and call.unit.slot.pins == 0:
-            distance = self.order.distance_to_next_use(call.unit)
-            if distance is None or distance > self.limits.reuse_elements:
-                call.unit.release()
+        if self._reuse_is_bounded:
+            self.gathering.release_if_far(call.unit)
         return self._leave(call, output)
 
     def _after_recomputing(self, module: nn.Module, output: Any) -> Any:
@@ -261,47 +244,7 @@ class Runtime:
             return None
         return prepare_outputs(output, self.slots, lambda grad: self._use_in_backward(used))
 
-    # ------------------------------------------------------------------------------------------------ slots and gathers
-    def _ensure(self, unit: Unit, slot: Slot | None = None) -> Slot:
-        """Let `unit`'s parameters be its weights, in `slot` if one is named; gathers unless they are there already."""
-        target = slot or unit.slot or self.slots.choose(unit)
-        if target.owner is not unit:
-            self._gather(unit, target)
-        if unit.slot is not target:
-            unit.slot = target
-        with self.phase("gather wait"):
-            unit.bind()
-        return target
-
-    def _gather(self, unit: Unit, slot: Slot) -> None:
-        if slot.owner is not None:
-            slot.owner.release()
-        if unit.slot is not None:
-            unit.slot.owner = None
-        unit.gather_into(slot)
-
-    def _prefetch(self) -> None:
-        """Start the gathers that come next in the recorded order, as far as slots and the configured bound allow.
-
-        A bound above 0 always lets one unit through: with one smaller than a block nothing would overlap, and slots are there anyway.
-        """
-        if not self.limits.overlap or not self.slots.slots:  # nothing is gathered where weights are whole
-            return
-        elements = self.limits.prefetch_elements
-        needed: set[Unit] = set()
-        for unit, backward in self.order.upcoming():
-            if not unit.sharded or (backward and not unit.needs_weights_in_backward):
-                continue
-            if unit.slot is None:
-                slot = unit.home
-                if elements <= 0 or slot is None or slot.pins or slot.owner in needed:
-                    return
-                self._gather(unit, slot)
-                elements -= unit.numel
-            needed.add(unit)
-            if len(needed) >= len(self.slots.slots):
-                return
-
+    # ----------------------------------------------------------------------------------------------- reads that are seen
     def touched(self, home: ParameterHome, func: Callable[..., Any]) -> None:
         """Something is about to read a parameter whose weights are not in place.
 
@@ -315,8 +258,7 @@ class Runtime:
         if in_backward():
             self._use_in_backward([*self._current, (unit, None)])
         elif self._stack:
-            slot = self._ensure(unit)
-            slot.pins += 1
+            slot = self.gathering.pin(unit)
             if self._stack[-1].unit is None:
                 self._held.append((unit, slot))
             else:
@@ -363,7 +305,7 @@ class Runtime:
         if wanted and all(unit in pinned and slot in (None, pinned[unit]) for unit, slot in wanted):
             return
         for left, slot_left in self._current:
-            self._let_go(left, slot_left)
+            self.gathering.let_go(left, slot_left)
         self._current = []
         for unit, slot in wanted:
             unit.finish_refresh()
@@ -372,10 +314,8 @@ class Runtime:
             if unit is own and not unit.needs_weights_in_backward and unit.slot is None:
                 unit.bind_shapes()
                 continue
-            held = self._ensure(unit, slot)
-            held.pins += 1
-            self._current.append((unit, held))
-        self._prefetch()
+            self._current.append((unit, self.gathering.pin(unit, slot)))
+        self.gathering.start_next()
 
     def _pass_units_after(self, call: Call) -> None:
         """Buffers of units with no earlier call outstanding get no further gradient in this backward."""
@@ -401,16 +341,9 @@ class Runtime:
         self._unpin()
 
     # ----------------------------------------------------------------------------------------------------------- tidying
-    @staticmethod
-    def _let_go(unit: Unit, slot: Slot) -> None:
-        """A use of `unit` is over. Its weights may stay, but who reads them from now on is seen, and pins them again."""
-        slot.pins -= 1
-        if slot.pins == 0 and slot.owner is unit:
-            unit.guard()
-
     def _unpin(self) -> None:
         for unit, slot in self._current:
-            self._let_go(unit, slot)
+            self.gathering.let_go(unit, slot)
         self._current = []
         for unit in self.units:
             if unit.slot is None and unit.sharded:
@@ -420,7 +353,7 @@ class Runtime:
 
     def _release_held(self) -> None:
         for unit, slot in self._held:
-            self._let_go(unit, slot)
+            self.gathering.let_go(unit, slot)
         self._held = []
 
     def release_all(self) -> None:
