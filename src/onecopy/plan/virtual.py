@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -70,6 +71,9 @@ def virtual_world(world_size: int, accelerator: bool = True, rank: int = 0) -> I
             stack.enter_context(
                 mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
             )
+        stack.enter_context(
+            mock.patch.dict(op_implementations_dict, {torch.ops.aten._grouped_mm.default: _grouped_product})
+        )
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(_leave)
         _worlds.append(accelerator)
@@ -110,3 +114,25 @@ def _fake_parameters_are_plain() -> Iterator[None]:
         yield
     finally:
         del GUARDED[FakeTensor], UNGUARDED[GuardedFakeParameter]
+
+
+def _grouped_product(
+    mode: FakeTensorMode,
+    func: Any,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """The result of experts' products: torch's own shapes know bf16 only, its kernels take fp16 and fp32 too."""
+    if a.dtype == torch.bfloat16:
+        return NotImplemented  # torch's own
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
+    elif a.dim() == b.dim() == 3:
+        shape = (a.shape[0], a.shape[1], b.shape[2])
+    else:
+        shape = (a.shape[-2], b.shape[-1])
+    return a.new_empty(shape)
