@@ -20,7 +20,7 @@ def rows(part: str) -> list[tuple[list[str], str]]:
 def test_every_row_has_a_verdict() -> None:
     found = [verdict for part in ("Top level", "Engine", "Modules") for _, verdict in rows(part)]
     assert len(found) > 40
-    assert set(found) == {"honoured", "differs", "refused", "absent"}
+    assert set(found) <= {"honoured", "differs", "refused", "absent"}
 
 
 def test_the_engine_has_what_the_table_says_and_nothing_that_it_calls_absent() -> None:

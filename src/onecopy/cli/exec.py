@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 
 from onecopy.errors import OneCopyError
+from onecopy.integrations.deepspeed import launcher
 
 EPILOG = """\
 Everything after the first word that is no option belongs to the command. Examples:
   onecopy exec accelerate launch --use_deepspeed --zero_stage 3 --num_processes 2 train.py
   onecopy exec torchrun --nproc_per_node 2 train.py --deepspeed ds.json
+  onecopy exec deepspeed --num_gpus 2 train.py --deepspeed_config ds.json
 The command and all its child processes find the module through PYTHONPATH, which the command inherits. A DeepSpeed that
 is installed is used as it is; --force takes onecopy's module in its place for this command.
 """
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Become the command; returns only by an error."""
+    os.environ.update(launcher.environment(arguments.force))
     program = shutil.which(arguments.command)
     if program is None:
         raise OneCopyError(f"command '{arguments.command}' is not on the PATH and is no executable file")

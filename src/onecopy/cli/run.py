@@ -7,6 +7,7 @@ import os
 import sys
 
 from onecopy.errors import OneCopyError
+from onecopy.integrations.deepspeed.launcher import environment
 
 EPILOG = """\
 Everything after the script belongs to the script. Options of torchrun go before it. Examples:
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="take onecopy's deepspeed even where a DeepSpeed is installed"
     )
+    parser.add_argument(
+        "--pass-local-rank", action="store_true", help="give the script --local_rank=N, as the deepspeed command does"
+    )
     for action in get_args_parser()._actions:
         if not isinstance(action, argparse._HelpAction):
             parser._add_action(action)
@@ -50,11 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if not arguments.module and not os.path.isfile(arguments.training_script):
         raise OneCopyError(f"script '{arguments.training_script}' is no file (from folder {os.getcwd()})")
-    words = ["force" if arguments.force else "installed", "module" if arguments.module else "script"]
+    choice = ("force" if arguments.force else "installed") + ("+local_rank" if arguments.pass_local_rank else "")
+    words = [choice, "module" if arguments.module else "script"]
     arguments.training_script_args = [*words, arguments.training_script, *arguments.training_script_args]
     arguments.training_script, arguments.module = _BOOTSTRAP, True
     if _only_this_machine(arguments):
         _stay_on_this_machine(arguments)
+    os.environ.update(environment(arguments.force))
     try:
         torchrun(arguments)
     except ChildFailedError as error:

@@ -64,22 +64,22 @@ def _check_shape(flat: FlatBuffer, index: int, value: torch.Tensor) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- masters
-def safe_get_full_fp32_param(parameter: nn.Parameter) -> torch.Tensor | None:
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The full master weights in fp32 (the parameter's own values if it is not trained). Collective."""
-    found = _place(parameter)
+    found = _place(param)
     if found is None:
-        return parameter.detach().float().clone() if parameter.numel() or 0 in parameter.shape else None
+        return param.detach().float().clone() if param.numel() or 0 in param.shape else None
     home, flat = found
     kept = flat.master if flat.master is not None else flat.shard
     assert kept is not None
     return _gathered(flat.communicator, flat, home.index, kept).float()
 
 
-def safe_set_full_fp32_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Overwrite master and live weights on every rank, each giving the same full value. Collective."""
-    found = _place(parameter)
+    found = _place(param)
     if found is None:
-        parameter.detach().copy_(value)
+        param.detach().copy_(value)
         return
     home, flat = found
     _check_shape(flat, home.index, value)
@@ -91,7 +91,7 @@ def safe_set_full_fp32_param(parameter: nn.Parameter, value: torch.Tensor) -> No
             unit.slot.drain()
             unit.release()
         else:
-            parameter.detach().copy_(value)
+            param.detach().copy_(value)
 
 
 # -------------------------------------------------------------------------------------------------------------- gradients
@@ -107,12 +107,12 @@ def _gradient(parameter: nn.Parameter) -> tuple[ParameterHome, FlatBuffer, FlatG
     return home, flat, gradient
 
 
-def safe_get_full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The full gradient of the window so far, as the step would use it before clipping. Collective.
 
     Valid between `backward` and `step`; None outside, and for a parameter without a gradient on every rank.
     """
-    found = _gradient(parameter)
+    found = _gradient(param)
     if found is None:
         return None
     home, flat, gradient = found
@@ -125,9 +125,9 @@ def safe_get_full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     return full / home.runtime.gradient_divisor()
 
 
-def safe_set_full_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the gradient of the window so far; norm, clipping and the step see the new one. Collective."""
-    found = _gradient(parameter)
+    found = _gradient(param)
     if found is None:
         raise ModelError("safe_set_full_grad works between backward and step, on a parameter that is trained")
     home, flat, gradient = found
@@ -136,12 +136,12 @@ def safe_set_full_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     _write_local(flat, home.index, gradient.shard, value * home.runtime.gradient_divisor())
 
 
-def safe_update_full_grad_vectorized(parameters: Sequence[nn.Parameter], update: Callable[..., Any]) -> None:
-    """`update(parameter, full_gradient)` returns the new gradient of each parameter. Collective."""
-    for parameter in parameters:
+def safe_update_full_grad_vectorized(param_list: Sequence[nn.Parameter], update_func: Callable[..., Any]) -> None:
+    """`update_func(parameter, full_gradient)` returns the new gradient of each parameter. Collective."""
+    for parameter in param_list:
         full = safe_get_full_grad(parameter)
         if full is not None:
-            safe_set_full_grad(parameter, update(parameter, full))
+            safe_set_full_grad(parameter, update_func(parameter, full))
 
 
 # ------------------------------------------------------------------------------------------------------------------ moments
@@ -168,18 +168,18 @@ def _state_flat(parameter: nn.Parameter, key: str) -> tuple[ParameterHome, FlatB
     return (home, flat, out) if known else None
 
 
-def safe_get_full_optimizer_state(parameter: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """One full state tensor ("exp_avg", "exp_avg_sq", ...); None before the first step. Collective."""
-    found = _state_flat(parameter, optim_state_key)
+    found = _state_flat(param, optim_state_key)
     if found is None:
         return None
     home, flat, state = found
     return _gathered(flat.communicator, flat, home.index, state)
 
 
-def safe_set_full_optimizer_state(parameter: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Overwrite one full state tensor; every rank gives the same value."""
-    found = _state_flat(parameter, optim_state_key)
+    found = _state_flat(param, optim_state_key)
     if found is None:
         raise ModelError(f"there is no optimizer state '{optim_state_key}' before the first step")
     home, flat, state = found
@@ -199,48 +199,48 @@ def _local(parameter: nn.Parameter, flat_tensor: torch.Tensor, flat: FlatBuffer,
     return flat_tensor[part[0]] if part is not None else flat_tensor[:0]
 
 
-def safe_get_local_fp32_param(parameter: nn.Parameter) -> torch.Tensor | None:
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of the master, flat; empty when it owns no element. Not collective."""
-    found = _place(parameter)
+    found = _place(param)
     assert found is not None and found[1].master is not None, "the parameter is not trained by a onecopy engine"
-    return _local(parameter, found[1].master, found[1], found[0].index)
+    return _local(param, found[1].master, found[1], found[0].index)
 
 
-def safe_get_local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of the gradient of the window so far, flat. Collective (reductions are finished first)."""
-    found = _gradient(parameter)
+    found = _gradient(param)
     if found is None:
         return None
     home, flat, gradient = found
     assert gradient.shard is not None
-    return _local(parameter, gradient.shard, flat, home.index) / home.runtime.gradient_divisor()
+    return _local(param, gradient.shard, flat, home.index) / home.runtime.gradient_divisor()
 
 
-def safe_get_local_optimizer_state(parameter: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's part of one optimizer state, flat. Not collective."""
-    found = _state_flat(parameter, optim_state_key)
-    return None if found is None else _local(parameter, found[2], found[1], found[0].index)
+    found = _state_flat(param, optim_state_key)
+    return None if found is None else _local(param, found[2], found[1], found[0].index)
 
 
-def safe_set_local_fp32_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Overwrite this rank's part of the master; the live weight follows at its next gather. Not collective."""
-    local = safe_get_local_fp32_param(parameter)
+    local = safe_get_local_fp32_param(param)
     assert local is not None
     local.copy_(value.reshape(-1))
 
 
-def safe_set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's part of the gradient. Collective (reductions are finished first)."""
-    found = _gradient(parameter)
+    found = _gradient(param)
     assert found is not None and found[2].shard is not None, "safe_set_local_grad works between backward and step"
     home, flat, gradient = found
     assert gradient.shard is not None
-    _local(parameter, gradient.shard, flat, home.index).copy_(value.reshape(-1) * home.runtime.gradient_divisor())
+    _local(param, gradient.shard, flat, home.index).copy_(value.reshape(-1) * home.runtime.gradient_divisor())
 
 
-def safe_set_local_optimizer_state(parameter: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Overwrite this rank's part of one optimizer state. Not collective."""
-    found = _place(parameter)
+    found = _place(param)
     assert found is not None
     home, flat = found
     part = flat.local_part(home.index)

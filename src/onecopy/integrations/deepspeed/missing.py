@@ -19,10 +19,8 @@ _REASONS = {
     "module_inject": "kernel injection is not in onecopy; call the model as it is",
     "compression": "compression is not in onecopy; DeepSpeed removed it from its configuration too",
     "linear": "use PEFT's LoRA layers; frozen weights are sharded like all others",
-    "profiling": "use wall_clock_breakdown, onecopy.trace_step or torch.profiler",
     "autotuning": "choose sizes with the numbers of engine.memory()",
     "nvme": "offload to NVMe is not in onecopy; spread the state over more ranks",
-    "ops.op_builder": "onecopy compiles no extensions; torch's fused optimizers are used",
     "checkpoint.ds_to_universal": "a onecopy checkpoint loads at any world size and stage as it is",
 }
 

@@ -10,12 +10,28 @@ from onecopy.integrations.deepspeed.start import initialize
 
 refuse_missing_modules()
 
-from . import accelerator, checkpoint, checkpointing, comm, launcher, ops, runtime, utils, zero  # noqa: E402
+from . import (  # noqa: E402
+    accelerator,
+    checkpoint,
+    checkpointing,
+    comm,
+    constants,
+    inference,
+    launcher,
+    monitor,
+    ops,
+    pipe,
+    profiling,
+    runtime,
+    utils,
+    zero,
+)
 from . import comm as dist  # noqa: E402
 from .accelerator import get_accelerator  # noqa: E402
 from .comm import init_distributed  # noqa: E402
 from .runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer  # noqa: E402
 from .runtime.config import DeepSpeedConfig, DeepSpeedConfigError  # noqa: E402
+from .runtime.dataloader import DeepSpeedDataLoader  # noqa: E402
 from .utils import OnDevice, log_dist, logger  # noqa: E402
 
 __version__ = "0.19.8+onecopy"
@@ -46,6 +62,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
+    "DeepSpeedDataLoader",
     "DeepSpeedEngine",
     "DeepSpeedOptimizer",
     "InferenceEngine",
@@ -59,16 +76,21 @@ __all__ = [
     "checkpoint",
     "checkpointing",
     "comm",
+    "constants",
     "default_inference_config",
     "dist",
     "get_accelerator",
+    "inference",
     "init_distributed",
     "init_inference",
     "initialize",
     "launcher",
     "log_dist",
     "logger",
+    "monitor",
     "ops",
+    "pipe",
+    "profiling",
     "runtime",
     "tp_model_init",
     "utils",

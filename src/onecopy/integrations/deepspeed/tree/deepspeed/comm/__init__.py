@@ -4,44 +4,53 @@ import os
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as _dist
 from torch.distributed import (
+    P2POp,
     ProcessGroup,
     ReduceOp,
-    all_gather,
-    all_gather_into_tensor,
-    all_gather_object,
-    all_reduce,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    broadcast_object_list,
     destroy_process_group,
-    gather,
     get_rank,
     get_world_size,
-    irecv,
     is_available,
     is_initialized,
-    isend,
-    monitored_barrier,
     new_group,
-    recv,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    scatter,
-    send,
 )
 from torch.distributed import get_global_rank as _global_rank
+from torch.distributed.device_mesh import init_device_mesh
 
 from onecopy.comm import ensure_process_group
 from onecopy.comm.connect import default_device
 from onecopy.integrations.deepspeed.refusal import refused_function
 
-inference_all_reduce = all_reduce
+from .calls import (
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    allgather_fn,
+    barrier,
+    batch_isend_irecv,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    inference_all_reduce,
+    irecv,
+    isend,
+    monitored_barrier,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_fn,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+
 log_summary = refused_function(
     "comm.log_summary", "engine.communication() counts the bytes and collectives of the last step"
 )
@@ -78,11 +87,11 @@ def init_distributed(
         _dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size, **options)
         return
     if auto_mpi_discovery and "RANK" not in os.environ:
-        _take_mpi_ranks()
+        mpi_discovery(distributed_port)
     ensure_process_group(dist_backend, None if timeout is None else timeout.total_seconds(), distributed_port)
 
 
-def _take_mpi_ranks() -> None:
+def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
     """Copy what mpirun or srun set into the variables that torch reads."""
     for names in (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -122,37 +131,52 @@ def has_reduce_scatter_tensor() -> bool:
     return True
 
 
-def allgather_fn(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
-) -> Any:
-    """`all_gather_into_tensor` under its older name."""
-    return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+def has_all_reduce_coalesced() -> bool:
+    return True
 
 
-def reduce_scatter_fn(
-    output_tensor: torch.Tensor,
-    tensor: torch.Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    """`reduce_scatter_tensor` under its older name."""
-    return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+def has_coalescing_manager() -> bool:
+    return False
+
+
+def set_backend() -> None:
+    """Nothing to do: torch.distributed is the only backend."""
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Any = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Accepted; nothing is logged, because the engine counts by itself: `engine.communication()`."""
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
+    """Torch's device mesh over all ranks. Collective."""
+    return init_device_mesh(default_device().type, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
 __all__ = [
+    "P2POp",
     "ProcessGroup",
     "ReduceOp",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
     "allgather_fn",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
+    "configure",
     "destroy_process_group",
     "gather",
     "get_all_ranks_from_group",
@@ -162,15 +186,19 @@ __all__ = [
     "get_world_group",
     "get_world_size",
     "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
     "has_reduce_scatter_tensor",
     "inference_all_reduce",
     "init_distributed",
+    "initialize_mesh_device",
     "irecv",
     "is_available",
     "is_initialized",
     "isend",
     "log_summary",
     "monitored_barrier",
+    "mpi_discovery",
     "new_group",
     "recv",
     "reduce",
@@ -179,4 +207,5 @@ __all__ = [
     "reduce_scatter_tensor",
     "scatter",
     "send",
+    "set_backend",
 ]

@@ -1,8 +1,12 @@
-"""What accelerate reads of the launcher; starting ranks is `onecopy run`'s work."""
+"""The `deepspeed` command, and what accelerate reads of it."""
 
 import os
 
-from onecopy.integrations.deepspeed.refusal import TORCHRUN, refused_function
+from onecopy.integrations.deepspeed.launcher import main, parse_args
 
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
-main = refused_function("launcher.runner.main", TORCHRUN)
+
+__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "main", "parse_args"]
+
+if __name__ == "__main__":
+    main()

@@ -23,9 +23,21 @@ from onecopy.utils import (
     safe_update_full_grad_vectorized,
 )
 
+from ..accelerator import get_accelerator
 from ..comm import init_distributed, is_initialized
 from . import groups
-from .logging import log_dist, logger
+from .groups import (
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_data_parallel_world_size,
+    get_model_parallel_group,
+    get_model_parallel_rank,
+    get_model_parallel_world_size,
+    get_tensor_model_parallel_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from .logging import log_dist, log_dist_once, logger, set_log_level_from_string
 from .z3_leaf_module import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -56,13 +68,13 @@ class OnDevice:
             self._context.__exit__(*exception)
 
 
-def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
     """Name the function's calls in profiles of torch."""
 
-    @functools.wraps(function)
+    @functools.wraps(func)
     def named(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(function.__qualname__):
-            return function(*args, **kwargs)
+        with torch.profiler.record_function(func.__qualname__):
+            return func(*args, **kwargs)
 
     return named
 
@@ -70,12 +82,23 @@ def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
+    "get_accelerator",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
     "get_z3_leaf_modules",
     "groups",
     "init_distributed",
     "instrument_w_nvtx",
     "is_initialized",
     "log_dist",
+    "log_dist_once",
     "logger",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -90,6 +113,7 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_log_level_from_string",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

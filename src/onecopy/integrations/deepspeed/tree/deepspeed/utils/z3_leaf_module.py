@@ -24,17 +24,17 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: list[str], raise_if_not_found: bool = True
+    model: nn.Module, module_names: list[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark modules by their names in the model."""
-    return _mark(model, module_names, lambda name, wanted: name == wanted, raise_if_not_found)
+    """Mark modules by their names in the model; take their marks off without `flag`."""
+    return _mark(model, module_names, lambda name, wanted: name == wanted, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: list[str], raise_if_not_found: bool = True
+    model: nn.Module, module_name_suffixes: list[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark modules whose names end so."""
-    return _mark(model, module_name_suffixes, lambda name, wanted: name.endswith(wanted), raise_if_not_found)
+    """Mark modules whose names end so; take their marks off without `flag`."""
+    return _mark(model, module_name_suffixes, lambda name, wanted: name.endswith(wanted), flag, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
@@ -47,12 +47,12 @@ def unset_z3_leaf_modules(
     return found
 
 
-def _mark(model: nn.Module, wanted: list[str], fits: Callable[[str, str], bool], strict: bool) -> list[Any]:
+def _mark(model: nn.Module, wanted: list[str], fits: Callable[[str, str], bool], flag: bool, strict: bool) -> list[Any]:
     found = [module for name, module in model.named_modules() if any(fits(name, entry) for entry in wanted)]
     if not found and strict:
         raise ValueError(f"the model has no module named {', '.join(wanted)}")
     for module in found:
-        set_z3_leaf_module(module, True)
+        set_z3_leaf_module(module, flag)
     return found
 
 

@@ -1,0 +1,5 @@
+"""The class of accelerators by its place in DeepSpeed's tree."""
+
+from . import DeepSpeedAccelerator
+
+__all__ = ["DeepSpeedAccelerator"]

@@ -1,0 +1,3 @@
+"""`deepspeed.comm` by its place in DeepSpeed's tree."""
+
+from . import *  # noqa: F403

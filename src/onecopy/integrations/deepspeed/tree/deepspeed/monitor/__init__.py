@@ -1,0 +1,5 @@
+"""Writing curves."""
+
+from . import config, monitor
+
+__all__ = ["config", "monitor"]

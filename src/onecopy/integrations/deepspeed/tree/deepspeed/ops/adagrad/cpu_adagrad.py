@@ -1,0 +1,5 @@
+"""DeepSpeedCPUAdagrad by its place in DeepSpeed's tree."""
+
+from . import DeepSpeedCPUAdagrad
+
+__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,0 +1,5 @@
+"""DeepSpeedCPULion by its place in DeepSpeed's tree."""
+
+from . import DeepSpeedCPULion
+
+__all__ = ["DeepSpeedCPULion"]

@@ -1,0 +1,5 @@
+"""FusedLion by its place in DeepSpeed's tree."""
+
+from . import FusedLion
+
+__all__ = ["FusedLion"]

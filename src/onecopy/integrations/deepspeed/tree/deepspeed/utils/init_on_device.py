@@ -1,0 +1,5 @@
+"""Building models on a device or without memory."""
+
+from . import OnDevice
+
+__all__ = ["OnDevice"]

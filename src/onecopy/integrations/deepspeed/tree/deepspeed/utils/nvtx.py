@@ -1,0 +1,5 @@
+"""Names in profiles."""
+
+from . import instrument_w_nvtx
+
+__all__ = ["instrument_w_nvtx"]
