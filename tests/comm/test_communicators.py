@@ -162,6 +162,27 @@ def test_a_rank_that_is_ahead_waits_for_its_readers(world: Any) -> None:
         assert all(seen == wanted for seen in world(size).run(the_same_key_again))
 
 
+def elsewhere() -> float:
+    """Rank 1 is in a collective of the program's own while rank 0 needs the buffer that rank 1 has not read yet."""
+    communicator = connect(None, CPU, kind="shared_memory")
+    rank = communicator.rank
+    wire = communicator.wire(room(communicator, torch.full((128,), 1.0 + rank)))
+    out = torch.empty(64)
+    pending = communicator.start_reduce(wire, 5, "gradients")
+    if rank == 1:
+        dist.barrier()
+    pending.finish(out, accumulate=False)
+    pending.drain()
+    if rank == 0:
+        dist.barrier()
+    communicator.close()
+    return float(out.sum())
+
+
+def test_gradients_are_read_while_a_rank_is_elsewhere(world2: World) -> None:
+    assert world2.run(elsewhere, timeout=30) == [192.0, 192.0]
+
+
 def shares() -> tuple[str, bool]:
     communicator = connect(None, CPU)
     kind = type(communicator).__name__

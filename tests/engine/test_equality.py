@@ -94,6 +94,13 @@ def test_every_stage_trains_as_plain_torch_on(size: int) -> None:
     check()
 
 
+def test_ranks_with_more_half_filled_buffers_than_others() -> None:
+    """Small parameters one by one, two branches: some ranks have many reductions to start at the end of a backward."""
+    shape = Shape(5, ("branches", "unused", "unused", "unused"), "list", True, True, True, True, seed=4)
+    zero = {"reduce_bucket_size": 1, "stage3_param_persistence_threshold": 100_000}
+    check_against_torch([Case(shape, windows=(3, 3), zero=zero)], 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_many_more_models_and_settings_on(size: int) -> None:

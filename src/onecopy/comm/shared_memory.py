@@ -9,7 +9,8 @@ reading, stands on its board: a table of 64-bit numbers that the others map too.
     read    another rank's part has been copied or added: a number on my board  -> that rank may overwrite it
 
 A blocked wait also serves the other transfers in flight, so that ranks whose calls come in another order do not block
-each other; the watchdog's thread serves gathers, so that a rank may read refreshed weights while the others are elsewhere.
+each other. While a rank is elsewhere (in a collective of the program's own, say) the watchdog's thread serves for it, so
+that the others may read refreshed weights and get their gradients' buffers back.
 
 Only for processors that show stores to others in program order (x86-64): elsewhere, and wherever a rank cannot open
 another's files (other machines, other containers), `point_to_point.py` is used, as it is here for buffers that are not
@@ -61,6 +62,7 @@ class _Transfer:
 
     Attributes:
         unread: ranks whose parts have not been taken yet.
+        overdue: it was in flight already when the watchdog's thread came by last.
     """
 
     communicator: "SharedMemory"
@@ -68,6 +70,7 @@ class _Transfer:
     count: int
     unread: list[int]
     label: str
+    overdue: bool = field(default=False, init=False)
 
     def ready(self, peer: int) -> bool:
         return bool(self.communicator.boards[peer][self.tag, _POSTED] >= self.count)
@@ -122,11 +125,12 @@ class _Reduce(_Transfer):
 
     def progress(self) -> bool:
         """Serve ranks that wait for their buffer while this rank is not yet ready to add."""
-        for peer in [peer for peer in self.unread if self.ready(peer)]:
-            self.taken[peer] = self._of(peer).clone()
-            self.acknowledge(peer)
-            self.unread.remove(peer)
-        return not self.unread
+        with self.communicator.serving:
+            for peer in [peer for peer in self.unread if self.ready(peer)]:
+                self.taken[peer] = self._of(peer).clone()
+                self.acknowledge(peer)
+                self.unread.remove(peer)
+            return not self.unread
 
     def _of(self, peer: int) -> torch.Tensor:
         communicator = self.communicator
@@ -156,7 +160,7 @@ class SharedMemory(PointToPoint):
     Attributes:
         board: this rank's own numbers [tags, 3 + world size]; `boards` has every rank's.
         gone: ranks whose process has ended, or that have closed their communicator, as far as this rank has noticed.
-        serving: held while parts of gathers are taken, which two threads do.
+        serving: held while parts are taken, which two threads do.
     """
 
     needs_scratch = False
@@ -293,8 +297,9 @@ class SharedMemory(PointToPoint):
 
     def leave(self, transfer: _Transfer) -> None:
         """Serve it no longer; its own call does the rest."""
-        if transfer in self._in_flight:
-            self._in_flight.remove(transfer)
+        with self.serving:
+            if transfer in self._in_flight:
+                self._in_flight.remove(transfer)
 
     def serve(self, reduces: bool = False) -> None:
         """Take what other ranks have posted, so that they may go on; gradients only on request, as it costs a copy."""
@@ -306,11 +311,17 @@ class SharedMemory(PointToPoint):
             ]
 
     def serve_idle(self) -> None:
-        """Take gathers from another thread: the others need not wait until this rank's own comes by."""
+        """Take what other ranks have posted from another thread: they need not wait until this rank's own call comes by.
+
+        Gradients are copied for that, so only where this rank has stayed away from them since the last look.
+        """
         for transfer in list(self._in_flight):
             with self.serving:
-                if isinstance(transfer, _Gather) and not self._quiet.is_set():
+                if transfer not in self._in_flight or self._quiet.is_set():
+                    continue
+                if transfer.overdue or isinstance(transfer, _Gather):
                     transfer.progress()
+                transfer.overdue = True
 
     # ------------------------------------------------------------------------------------------------------------ waits
     def wait_until(self, done: Callable[[], bool], what: str) -> None:

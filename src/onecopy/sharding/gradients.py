@@ -22,6 +22,8 @@ from onecopy.layout import Placement
 from onecopy.sharding.flat_buffer import FlatBuffer
 from onecopy.sharding.region import Region
 
+_TRAVELLING = 2  # reductions under way at most, also where buffers that were half filled leave all at once
+
 
 class GradientSlot:
     """A buffer that one flat buffer's gradients borrow, with room for what the other ranks send where that is needed.
@@ -299,7 +301,7 @@ class Gradients:
         pending = self.communicator.start_reduce(region.wire, flat.key, flat.label)
         gradient.slot, gradient.pending = None, None
         self._in_flight.append((gradient, slot, pending))
-        if not self.overlap:
+        while len(self._in_flight) > (_TRAVELLING if self.overlap else 0):
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
@@ -314,7 +316,7 @@ class Gradients:
     def _acquire(self) -> GradientSlot:
         """A free slot, the one that has been free for longest; when two travel, the older one's arrival is awaited."""
         while True:
-            if len(self._in_flight) >= 2:
+            if len(self._in_flight) >= _TRAVELLING:
                 self._finish_oldest()
             for place, slot in enumerate(self._slots):
                 if not slot.busy:
