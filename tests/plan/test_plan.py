@@ -23,6 +23,7 @@ from onecopy.plan.report import page
 from onecopy.plan.tape import Await, Compute, Tape, Transfer
 from onecopy.plan.timing import Rates, play
 from onecopy.plan.unseen import GIB, intervals, unseen
+from onecopy.train.model import GPT, GPTConfig
 from tests.plan.test_exact import LENGTH, gpt
 
 
@@ -134,6 +135,19 @@ def test_blocks_larger_than_the_prefetch_bucket_are_gathered_ahead() -> None:
         exact(gpt(6), Setting(3), 8, LENGTH, {"zero_optimization": {"stage3_prefetch_bucket_size": bucket}}, tape=tape)
         exposed[bucket] = play(tape.events, where, Rates()).exposed
     assert exposed[0] > exposed[1] == exposed[10**9]
+
+
+def test_blocks_of_billions_have_two_slots() -> None:
+    """The default of `stage3_max_live_parameters` is no bound, a written one is."""
+    width, tokens = (
+        10_240,
+        {"tokens": torch.zeros(1, 4, dtype=torch.long), "targets": torch.zeros(1, 4, dtype=torch.long)},
+    )
+    wide = Subject("wide", lambda: GPT(GPTConfig(64, 8, 2, 8, width)), lambda *_: tokens, lambda loss: loss)
+    block = 2 * 12 * width**2  # bytes of bf16, and biases beside
+    for zero, slots in (({}, 2), ({"stage3_max_live_parameters": 10**9}, 1)):
+        held = exact(wide, Setting(3), 8, 4, {"zero_optimization": zero}).resting["slots"]
+        assert held == pytest.approx(slots * block, rel=0.01)
 
 
 def test_estimators_of_deepspeeds_signatures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -188,6 +188,7 @@ class ZeroConfig:
         name="stage3_max_live_parameters",
         aliases=("max_live_parameters",),
         stages=(3,),
+        default_word="onecopy.slots of the largest unit",
     )
     max_reuse_distance: int = key(
         1_000_000_000,

@@ -171,10 +171,13 @@ def make_units(
 
 
 def make_slots(units: Sequence[Unit], config: Config, communicator: Communicator) -> SlotPool:
-    """Slots as many as configured, fewer where `stage3_max_live_parameters` is smaller."""
+    """Slots as many as configured, fewer where the user's `stage3_max_live_parameters` is smaller.
+
+    Its default does not count: blocks of more than half of it would have one slot, and nothing would overlap.
+    """
     largest = max((unit.numel for unit in units), default=0)
     per_class = config.onecopy.slots
-    if largest:
+    if largest and "max_live_parameters" in config.zero.given:
         per_class = max(1, min(per_class, config.zero.max_live_parameters // largest))
     return SlotPool([unit for unit in units if unit.sharded], per_class, communicator)
 
