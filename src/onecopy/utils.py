@@ -55,6 +55,9 @@ def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: list[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark modules of these classes as units: fetched and reduced as one. Call it before `initialize`."""
+    assert all(isinstance(entry, type | str) for entry in leaf_module_classes), (
+        f"leaf_module_classes is {leaf_module_classes}; it must be a list of classes or of their names"
+    )
     names = {entry if isinstance(entry, str) else entry.__name__ for entry in leaf_module_classes}
     found = [m for m in model.modules() if {type(m).__name__, f"{type(m).__module__}.{type(m).__qualname__}"} & names]
     if not found and raise_if_not_found:

@@ -77,6 +77,15 @@ def _parameters_have_the_methods() -> None:
     with GatheredParameters(parameter):
         assert parameter.ds_status is ZeroParamStatus.AVAILABLE and parameter.shape == (8, 4)
     assert parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE and parameter.shape == (0,)
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param, safe_set_local_fp32_param
+
+    bias = engine.module[1].bias
+    mine = safe_get_local_fp32_param(bias)
+    rank = torch.distributed.get_rank()
+    assert mine.shape == (bias.partition_numel(),) == (2,)
+    assert torch.equal(mine, safe_get_full_fp32_param(bias)[2 * rank : 2 * rank + 2])
+    safe_set_local_fp32_param(bias, torch.full((2,), float(rank)))
+    assert safe_get_full_fp32_param(param=bias).tolist() == [0.0, 0.0, 1.0, 1.0]
     parameter.all_gather()
     assert parameter.ds_status is ZeroParamStatus.AVAILABLE
     parameter.data.fill_(3.0)
