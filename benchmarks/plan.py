@@ -1,10 +1,12 @@
 """How far plans are from published runs: step time, calibrated on some models and judged on others, beside one constant.
 
-    python benchmarks/plan.py            the tables
-    python benchmarks/plan.py --fit      also fit the rates of `onecopy.plan.timing.CALIBRATED` anew
+    python -m benchmarks.plan                    the tables
+    python -m benchmarks.plan --fit              also fit the rates of `onecopy.plan.timing.CALIBRATED` anew
+    python -m benchmarks.plan --runs OTHER.csv   other runs, of the same columns
 
 The runs are public (sources in `benchmarks/data/published_runs.csv`), of other engines than this one: FSDP gathers and
-reduces the same bytes. Rows of models named in `CALIBRATION` fit the rates; all others are only judged.
+reduces the same bytes. Rows of models named in `CALIBRATION` fit the rates; all others are only judged. The last table is
+of other programs and GPUs, none of which fitted anything.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import argparse
 import csv
 import pickle
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.published import Row, subject
+from benchmarks.launch import table
+from benchmarks.published import Row, node_network, stage_of, subject
 from onecopy.plan.estimate import Estimator, Setting
 from onecopy.plan.hardware import Machine, known_gpus
 from onecopy.plan.timing import Rates, rates_for
@@ -26,15 +30,51 @@ CALIBRATION = ("MPT-350m", "MPT-3b", "MPT-70b")
 GPUS = {"H100": "h100-sxm-80gb", "A100-80": "a100-sxm-80gb", "A100-40": "a100-sxm-40gb"}
 
 
-def rows() -> list[Row]:
-    """Runs without tensor or pipeline parallelism whose shape, step time and checkpointing are known, in bf16."""
-    with open(HERE / "data" / "published_runs.csv", encoding="utf-8") as file:
-        return [
-            row
-            for row in csv.DictReader(file)
-            if row["parallelism"] in ("FSDP", "ZeRO", "HSDP", "single") and row["suspect"] == "no" and row["step_time_s"]
-            and row["layers"] and row["act_ckpt"] in ("none", "full") and "fp8" not in row["precision"] and gpu_of(row)
-        ]  # fmt: skip
+RUNS = HERE / "data" / "published_runs.csv"
+
+
+def published(runs: Path = RUNS) -> Iterator[Row]:
+    """Runs without tensor, pipeline or context parallelism, of known shape and micro-batch, in 16 bits."""
+    with open(runs, encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            alone = (
+                row["parallelism"] in ("FSDP", "ZeRO", "HSDP", "single", "DP8 TP1 PP1")
+                or row["parallelism"][4:].isdigit()
+            )
+            if alone and row["suspect"] == "no" and row["layers"] and row["seq"] and "fp8" not in row["precision"]:
+                yield row
+
+
+def rows(runs: Path = RUNS) -> list[Row]:
+    """Those whose step time is published, on GPUs that the tables are about."""
+    return [r for r in published(runs) if r["step_time_s"] and r["act_ckpt"] in ("none", "full") and gpu_of(r) in GPUS]
+
+
+def others(runs: Path = RUNS) -> list[tuple[Row, str, float]]:
+    """(row, GPU, seconds a step) of the rest: tokens per second or a step's time are published, the recomputation is known.
+
+    Hybrid sharding (HSDP), offload and compiled models are left out: a plan knows none of them.
+    """
+    found = []
+    for row in published(runs):
+        gpu = {"V100-SXM": "v100-sxm-32gb"}.get(row["gpu"]) or GPUS.get(gpu_of(row) or "")
+        known = row["act_ckpt"] in ("none", "full", "selective-op") and "compile" not in row["precision"]
+        if (
+            not gpu
+            or not known
+            or row["parallelism"] == "HSDP"
+            or row["offload"].startswith("CPU")
+            or (row["step_time_s"] and gpu_of(row) in GPUS)
+        ):
+            continue
+        if row["tokens_s_gpu"]:
+            seconds = float(row["micro_batch"]) * float(row["seq"]) / float(row["tokens_s_gpu"])
+        elif row["step_time_s"]:
+            seconds = float(row["step_time_s"])
+        else:
+            continue
+        found.append((row, gpu, seconds))
+    return found
 
 
 def gpu_of(row: Row) -> str | None:
@@ -46,14 +86,20 @@ def gpu_of(row: Row) -> str | None:
 _estimators: dict[tuple[str, ...], Estimator] = {}
 
 
-def predict(row: Row, rates: Rates) -> float:
+def predict(row: Row, rates: Rates, gpu: str = "") -> float:
     """Seconds of one optimizer step."""
     key = (row["model"], row["seq"], row["hidden"])
     if key not in _estimators:
         _estimators[key] = Estimator(subject(row), 8, int(row["seq"]))
-    machine = Machine(known_gpus()[GPUS[gpu_of(row) or "H100"]], int(row["n_gpus"]))
-    setting = Setting(3, int(float(row["micro_batch"])), int(float(row["grad_accum"] or 1)), row["act_ckpt"])
-    return _estimators[key].played(setting, machine, rates).seconds
+    one = known_gpus()[gpu or GPUS[gpu_of(row) or "H100"]]
+    machine = Machine(replace(one, node_network=node_network(row) or one.node_network), int(row["n_gpus"]))
+    size = int(float(row["micro_batch"]))
+    steps = int(float(row["grad_accum"] or 0)) or max(1, int(float(row["global_batch"] or 0)) // (size * machine.count))
+    precision = "fp16" if row["precision"] == "fp16" else "bf16"
+    checkpointing = "none" if row["act_ckpt"] == "selective-op" else row["act_ckpt"]  # the subject recomputes by itself
+    return (
+        _estimators[key].played(Setting(stage_of(row), size, steps, checkpointing, precision), machine, rates).seconds
+    )
 
 
 def constant(row: Row, utilisation: float) -> float:
@@ -107,13 +153,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--cache", help="a file that keeps the rehearsals between calls")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="a CSV of published runs (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.cache and Path(arguments.cache).exists():
         for key, shallow in pickle.loads(Path(arguments.cache).read_bytes()).items():
-            row = next(r for r in rows() if (r["model"], r["seq"], r["hidden"]) == key)
+            row = next(r for r in published(arguments.runs) if (r["model"], r["seq"], r["hidden"]) == key)
             _estimators[key] = Estimator(subject(row), 8, int(row["seq"]))
             _estimators[key]._shallow = shallow
-    everything = rows()
+    everything = rows(arguments.runs)
     print(
         f"{'GPU':<8} {'rows':>5} {'set':<12} {'ours: mean':>10} {'worst':>7} {'rank':>6}   {'one constant: mean':>18} {'worst':>7}"
     )
@@ -124,13 +171,15 @@ def main() -> None:
         if arguments.fit:
             rates = fit(fitted, replace(rates, half=rates.half or 100.0))
             print(name, rates)
-        ideal = [constant(row, 1.0) / float(row["step_time_s"]) for row in fitted]
+        ideal = [constant(row, 1.0) / float(row["step_time_s"]) for row in fitted or mine]
         utilisation = statistics.median(ideal)
         for label, chosen in (
             ("calibration", fitted),
             ("held out", [row for row in mine if row not in fitted]),
             ("all", mine),
         ):
+            if not chosen:
+                continue
             ours = [predict(row, rates) for row in chosen]
             mean, worst = errors(chosen, ours)
             base_mean, base_worst = errors(chosen, [constant(row, utilisation) for row in chosen])
@@ -138,6 +187,12 @@ def main() -> None:
             print(
                 f"{name:<8} {len(chosen):>5} {label:<12} {mean:>10.1%} {worst:>7.1%} {rank:>6.3f}   {base_mean:>18.1%} {base_worst:>7.1%}"
             )
+    lines = []
+    for row, gpu, seconds in others(arguments.runs):
+        mine = predict(row, rates_for(known_gpus()[gpu]), gpu)
+        lines.append([row["row_id"], row["framework"], row["model"], f"{row['n_gpus']} x {row['gpu']}", row["act_ckpt"], f"{seconds:.2f}",
+                      f"{mine:.2f}", f"{mine / seconds - 1:+.0%}"])  # fmt: skip
+    print(table(["row", "program", "model", "GPUs", "checkpointing", "measured s", "plan s", "error"], lines))
     if arguments.cache:
         Path(arguments.cache).write_bytes(pickle.dumps({key: e._shallow for key, e in _estimators.items()}))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.launch import table
 from benchmarks.plan import GPUS, HERE, gpu_of, rows
-from benchmarks.published import Row, subject
+from benchmarks.published import Row, fsdp_pools, stage_of, subject
 from onecopy.errors import PlanError
 from onecopy.plan.estimate import Estimator, Setting
 from onecopy.plan.hardware import known_gpus
@@ -39,12 +39,19 @@ def judged(row: Row) -> tuple[str, Interval]:
     at_once = int(row["micro_batch"]) * int(row["n_gpus"])
     several = 2 if float(row["global_batch"] or 0) > at_once else 1  # more than one micro-batch keeps gradients
     checkpointing = "none" if row["act_ckpt"] == "selective-op" else row["act_ckpt"]  # the subject recomputes by itself
-    setting = Setting(
-        int(row["zero_stage"]), int(row["micro_batch"]), several, checkpointing, "bf16" if torchtitan else "fp16"
-    )
-    peak = Estimator(subject(row), int(row["n_gpus"]), int(row["seq"])).peak(setting)
+    setting = Setting(stage_of(row), int(row["micro_batch"]), several, checkpointing, "bf16" if torchtitan else "fp16")
+    estimator = Estimator(subject(row), int(row["n_gpus"]), int(row["seq"]))
     level = "reserved" if torchtitan else "device"
-    return level, intervals(peak, unseen(peak, int(row["n_gpus"])))[level]
+    return level, bounds(row, estimator, setting)[level]
+
+
+def bounds(row: Row, estimator: Estimator, setting: Setting) -> dict[str, Interval]:
+    """The plan's intervals, with what the row's own engine reserves beside this one's."""
+    peak = estimator.peak(setting)
+    parts = unseen(peak, estimator.world_size)
+    if "FSDP" in row["parallelism"]:
+        parts.append(fsdp_pools(row, estimator, setting))
+    return intervals(peak, parts)
 
 
 def impossible(row: Row) -> str:
@@ -76,10 +83,10 @@ def misfits() -> tuple[int, int]:
         world = int(row["n_gpus"])
         estimator = Estimator(subject(row), world, int(row["seq"]))
         estimator._shallow = shared.setdefault((row["model"], row["seq"], row["hidden"]), estimator._shallow)
-        peak = estimator.peak(
-            Setting(3, int(float(row["micro_batch"])), int(float(row["grad_accum"] or 1)), row["act_ckpt"])
+        setting = Setting(
+            stage_of(row), int(float(row["micro_batch"])), int(float(row["grad_accum"] or 1)), row["act_ckpt"]
         )
-        bound = intervals(peak, unseen(peak, world))["device"].bound
+        bound = bounds(row, estimator, setting)["device"].bound
         memory = known_gpus()[GPUS[gpu_of(row) or "H100"]].memory
         called, count = called + (bound > memory), count + 1
         if bound > memory:

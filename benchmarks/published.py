@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from onecopy.engine.whereabouts import repeated_blocks
+from onecopy.plan.estimate import Estimator, Setting
 from onecopy.plan.models import from_config_dict
 from onecopy.plan.presets import PRESETS
 from onecopy.plan.rehearsal import Subject
+from onecopy.plan.unseen import Unseen
 from onecopy.train.model import GPT, GPTConfig
 
 Row = dict[str, str]
@@ -155,7 +157,29 @@ def _every_second_product(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# ------------------------------------------------------------------------------------------------------------ rows
+# ------------------------------------------------------------------------------------------------------------ engines
+def fsdp_pools(row: Row, estimator: Estimator, setting: Setting) -> Unseen:
+    """What torch's FSDP reserves and this engine does not, in bytes.
+
+    A stream's memory is cached for that stream alone (torch's caching allocator). FSDP reduces in one of its own: fp32 gradients of
+    a whole unit go in, fp32 shards come out and live until the optimizer's step (`foreach_reduce` in _fsdp_collectives.py), so at
+    the activations' peak both lie there unused. The root's unit, embedding and head, is the largest and stays whole until its
+    backward; here an untied embedding gives its slot up.
+    """
+    parameters, _ = estimator.sizes()
+    embedding = int(row["vocab"]) * int(row["hidden"])
+    untied = row["model"].startswith("Llama")
+    reduced = 4 * embedding * (2 if untied else 1) + 4 * parameters // estimator.world_size
+    here = estimator.state(setting)["gradients"]
+    extra = max(0, reduced - here) + (2 * embedding if untied else 0)
+    return Unseen("FSDP's own streams", extra, extra, "torch's FSDP and caching allocator", "-", "reserved")
+
+
+def stage_of(row: Row) -> int:
+    """The ZeRO stage; FSDP's SHARD_GRAD_OP counts as 2."""
+    return int(row["zero_stage"][:1] or 3)
+
+
 def node_network(row: Row) -> float | None:
     """Bytes per second of a node's network cards, where the row says so ("400Gbps": of a node)."""
     found = re.fullmatch(r"(\d+)Gbps", row["interconnect"])
