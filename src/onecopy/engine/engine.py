@@ -164,12 +164,14 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Collective."""
         self._check_states_are_here()
-        with self.timers.phase("forward"), self._autocast(), self.reporter.forward(self), self.runtime.inside_forward():
+        with self.timers.phase("forward"), self._autocast(), self.runtime.inside_forward():
             if self.configuration.fp16.enabled and self.configuration.fp16.auto_cast:
                 args, kwargs = _half((args, kwargs))
             if ScaledGradients._scales_exist and torch.is_grad_enabled():
                 args, kwargs = torch.utils._pytree.tree_map(self._hook_input, (args, kwargs))
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        self.reporter.saw_output(self, output)
+        return output
 
     def _autocast(self) -> AbstractContextManager[Any]:
         settings = self.configuration.torch_autocast

@@ -1,7 +1,6 @@
 """What a run says and records: monitors, the line of steps_per_print, the table of phases, a trace, bytes by category."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -9,12 +8,13 @@ from torch import nn
 from onecopy.comm import Communicator
 from onecopy.config import Config
 from onecopy.engine.recording import RunRecord
-from onecopy.observe.activations import SavedActivations
+from onecopy.observe.activations import saved_nbytes
 from onecopy.observe.log import SkippedSteps, note
 from onecopy.observe.monitor import monitors_from
 from onecopy.observe.progress import Progress, memory_line
 from onecopy.observe.trace import StepTracer
 from onecopy.optim.loss_scale import LossScaler
+from onecopy.sharding.outputs import tensors_in
 
 if TYPE_CHECKING:
     from onecopy.engine.engine import Engine
@@ -28,22 +28,24 @@ class Reporter:
         self.monitor = monitors_from(config, communicator.rank)
         self.progress = Progress()
         self._skipped = SkippedSteps()
-        self._activations = SavedActivations()
+        self._activations: int | None = None  # bytes
         self._loss: torch.Tensor | None = None
         self._tracer = StepTracer(config.onecopy.trace_step, config.onecopy.trace_path, communicator.rank)
         self._tracer.begin(1)
         self._record = RunRecord(config.onecopy.record, config.onecopy.record_step, communicator.rank)
 
-    def forward(self, engine: "Engine") -> AbstractContextManager[None]:
-        """Around a forward: counts the first one's activations where `memory_breakdown` asks for them."""
-        if not self.config.memory_breakdown or self._activations.nbytes is not None or not torch.is_grad_enabled():
-            return nullcontext()
+    def saw_output(self, engine: "Engine", output: Any) -> None:
+        """Count what the first training forward keeps for its backward, on the CPU, where no allocator records a peak."""
+        if self._activations is not None or not torch.is_grad_enabled() or engine.device.type != "cpu":
+            return
+        if engine.communicator.imagined:
+            return
         flats = [flat for unit in engine.units for flat in unit.buffers]
         weights = {flat.whole.untyped_storage()._cdata for flat in flats if flat.whole is not None}
         weights |= {
             tensor.untyped_storage()._cdata for tensor in engine.module.parameters() if type(tensor) is nn.Parameter
         }
-        return self._activations.count(weights | engine.runtime.slots.storages)
+        self._activations = saved_nbytes(tensors_in(output), weights | engine.runtime.slots.storages)
 
     def say(self, message: str) -> None:
         note(message)
@@ -117,9 +119,8 @@ class Reporter:
     def memory(self, engine: "Engine") -> dict[str, int]:
         """Bytes on this rank by category; categories do not overlap.
 
-        On an accelerator `activations_peak` is what its allocator held at most beyond the training state. On the CPU
-        nothing records that by itself: with `memory_breakdown` it is what the first forward saved for its backward,
-        else 0.
+        On an accelerator `activations_peak` is what its allocator held at most beyond the training state. On the CPU,
+        where nothing records that, it is what the first training forward kept for its backward; 0 before that.
         """
         flats = [flat for unit in engine.units for flat in unit.buffers]
         wholes = {flat.whole.untyped_storage()._cdata for flat in flats if flat.whole is not None}
@@ -136,7 +137,7 @@ class Reporter:
             "masters": sum(master.nbytes for master in masters),
             "moments": engine.masters.state_nbytes() if engine.optimizer is not None else 0,
         }
-        peak = self._activations.nbytes or 0
+        peak = self._activations or 0
         if engine.device.type != "cpu":
             peak = max(0, torch.accelerator.max_memory_allocated(engine.device) - sum(categories.values()))
         return {**categories, "activations_peak": peak}

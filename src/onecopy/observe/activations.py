@@ -1,32 +1,42 @@
-"""How many bytes of activations a forward leaves for its backward, counted as autograd saves them."""
+"""How many bytes of activations a forward leaves for its backward, read from the graph that autograd has built."""
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
 
-class SavedActivations:
-    """Counts one forward's saved tensors by storage, each once; weights are not activations.
+def saved_nbytes(outputs: Iterable[torch.Tensor], weights: Collection[int]) -> int:
+    """Bytes of all storages that the graph behind `outputs` keeps, each counted once.
 
-    Attributes:
-        nbytes: what the last counted forward saved, None before the first.
+    Nothing is unpacked, so what a checkpointed block will compute again stays uncomputed and counts nothing. Weights are
+    no activations.
+
+    Args:
+        weights: storages (by `_cdata`) to leave out: what views of weights lie in.
     """
-
-    def __init__(self) -> None:
-        self.nbytes: int | None = None
-
-    @contextmanager
-    def count(self, weights: Collection[int]) -> Iterator[None]:
-        """Count the forward inside; `weights` are the storages (by `_cdata`) to leave out."""
-        seen: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+    nbytes: dict[int, int] = {}
+    seen: set[Any] = set()
+    waiting = [output.grad_fn for output in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for tensor in _saved_by(node):
             storage = tensor.untyped_storage()
             if storage._cdata not in weights:
-                seen[storage._cdata] = storage.nbytes()
-            return tensor
+                nbytes[storage._cdata] = storage.nbytes()
+        waiting += [earlier for earlier, _ in node.next_functions]
+    return sum(nbytes.values())
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-        self.nbytes = sum(seen.values())
+
+def _saved_by(node: Any) -> Iterator[torch.Tensor]:
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            value = getattr(node, name)
+            for saved in value if isinstance(value, tuple | list) else (value,):
+                held = pytree.tree_leaves(getattr(saved, "data", None))  # what hooks have made of the tensor
+                yield from (t for t in held if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))

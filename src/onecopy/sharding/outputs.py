@@ -34,6 +34,18 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     return pytree.tree_unflatten(mapped_leaves, spec)
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors that `map_tensors` finds in `value`."""
+    found: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, keep)
+    return found
+
+
 def _map_attributes(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """An object of a class unknown to pytree: the tensors that are its own attributes are changed in place."""
     for name, inner in list(getattr(value, "__dict__", {}).items()):
