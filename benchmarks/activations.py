@@ -4,8 +4,9 @@
 
 Ways run in turn in one launch, round by round, on the yardstick model. "Kept" are the live tensor bytes that a forward
 leaves for its backward; the peak is that of live bytes in forward and backward, with the loss's own temporary results,
-which no way of recomputing makes smaller. Both are beyond what was alive before. Time is given as wall time and as CPU
-time of the process, which other work on the machine disturbs less.
+which no way of recomputing makes smaller. Both are beyond what was alive before, on the second micro-batch of a window: the
+first one's backward has left the gradient shards, which are no activations and grow while those shrink. Time is that of
+windows of one micro-batch, as wall time and as CPU time of the process, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -62,12 +63,8 @@ def worker(arguments: argparse.Namespace) -> None:
 
 
 def one_round(way: str, record: dict[str, Any], arguments: argparse.Namespace, measure_peak: bool) -> None:
-    """Build an engine, warm it up, time some steps, and (once) follow the bytes of one more."""
-    trainer = engines.Configured("onecopy", arguments.stage, arguments)
-    if way == "compile":
-        trainer.engine.compile()
-    elif way != "none":
-        trainer.engine.checkpoint_activations(int(way) if way.isdigit() else way)
+    """Build an engine, warm it up, time some steps, and (once) follow the bytes of another one's micro-batch."""
+    trainer = trainer_of(way, arguments)
     data = workload.batches(arguments, dist.get_rank(), arguments.accumulation)
     for step in range(WARM_UP + arguments.steps):
         dist.barrier()
@@ -77,22 +74,36 @@ def one_round(way: str, record: dict[str, Any], arguments: argparse.Namespace, m
             record["wall"].append(time.perf_counter() - wall)
             record["cpu"].append(time.process_time() - cpu)
     record["loss"] = float(loss)
-    if measure_peak:
-        record["kept"], record["peak"] = bytes_of_a_step(trainer, data)
     trainer.engine.destroy()
-    del trainer
+    if measure_peak:
+        record["kept"], record["peak"] = bytes_of_a_micro_batch(way, arguments)
     gc.collect()
 
 
-def bytes_of_a_step(trainer: engines.Configured, data: list[torch.Tensor]) -> tuple[int, int]:
+def trainer_of(way: str, arguments: argparse.Namespace) -> engines.Configured:
+    trainer = engines.Configured("onecopy", arguments.stage, arguments)
+    if way == "compile":
+        trainer.engine.compile()
+    elif way != "none":
+        trainer.engine.checkpoint_activations(int(way) if way.isdigit() else way)
+    return trainer
+
+
+def bytes_of_a_micro_batch(way: str, arguments: argparse.Namespace) -> tuple[int, int]:
     """Live tensor bytes after a forward, and at most in it and its backward, beyond those alive before."""
     from torch.profiler import ProfilerActivity, profile
 
+    trainer = trainer_of(way, argparse.Namespace(**{**vars(arguments), "accumulation": 2}))
+    engine, data = trainer.engine, workload.batches(arguments, dist.get_rank(), 2)
+    trainer.step(data)
+    engine.backward(engine(input_ids=data[0], labels=data[0]).loss)
+    engine.step()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as forward:
-        loss = trainer.engine(input_ids=data[0], labels=data[0]).loss
+        loss = engine(input_ids=data[1], labels=data[1]).loss
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as backward:
-        trainer.engine.backward(loss)
-    trainer.engine.step()
+        engine.backward(loss)
+    engine.step()
+    engine.destroy()
     kept, peak = live_bytes(forward)
     return kept, max(peak, kept + live_bytes(backward)[1])
 
