@@ -24,8 +24,11 @@ class CommunicationError(OneCopyError):
     """Ranks disagree about, or did not take part in, a collective call."""
 
 
-class CheckpointError(OneCopyError):
-    """A checkpoint cannot be written or read as asked."""
+class CheckpointError(OneCopyError, ValueError, AssertionError):
+    """A checkpoint cannot be written or read as asked.
+
+    It is what DeepSpeed raises too: a ValueError for a tag that is no name, an AssertionError for one that is not there.
+    """
 
 
 class PlanError(OneCopyError, ValueError):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,7 +101,44 @@ def _parameters_have_the_methods() -> None:
     engine.destroy()
 
 
-CHECKS = [_optimizer_tells_its_mode, _counting_step_applies_nothing, _parameters_have_the_methods]
+def _checkpoints_have_the_script_and_deepspeeds_errors() -> None:
+    from deepspeed.utils import safe_get_full_fp32_param, zero_to_fp32
+
+    engine = _engine(2)
+    folder = Path(tempfile.gettempdir()) / f"onecopy-script-{os.getppid()}"
+    try:
+        assert engine.save_checkpoint(folder, client_state={"epoch": 1})
+        assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
+        assert engine.load_checkpoint(folder)[1] == {"epoch": 1}
+        for call, kind in (
+            (lambda: engine.load_checkpoint(folder, tag="absent"), AssertionError),
+            (lambda: engine.save_checkpoint(folder, tag=""), ValueError),
+            (lambda: zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, tag="absent"), FileNotFoundError),
+            (lambda: zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder / "absent"), ValueError),
+        ):
+            with pytest.raises(kind):
+                call()
+        weight = safe_get_full_fp32_param(engine.module[0].weight)
+        if engine.global_rank == 0:
+            assert (folder / "zero_to_fp32.py").is_file()
+            zero_to_fp32.main([str(folder), str(folder / "out"), "--safe_serialization"])
+            zero_to_fp32.convert_zero_checkpoint_to_state_dict(folder, folder / "half", torch.bfloat16)
+            found = torch.load(folder / "half" / "pytorch_model.bin")
+            assert found["0.weight"].dtype == torch.bfloat16
+            assert torch.equal(found["0.weight"], weight.bfloat16())
+            assert (folder / "out" / "model.safetensors").is_file()
+    finally:
+        torch.distributed.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
+    engine.destroy()
+
+
+CHECKS = [
+    _optimizer_tells_its_mode,
+    _counting_step_applies_nothing,
+    _parameters_have_the_methods,
+    _checkpoints_have_the_script_and_deepspeeds_errors,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -18,6 +18,7 @@ from onecopy.engine.handover import engine_of, give_up, remember
 from onecopy.integrations.deepspeed.configuration import DeepSpeedConfig
 from onecopy.integrations.deepspeed.optimizers import complete_optimizer
 from onecopy.integrations.deepspeed.parameters import complete_parameters
+from onecopy.integrations.deepspeed.recovery import leave_scripts
 from onecopy.observe.log import keep_quiet, log_once
 
 
@@ -43,6 +44,7 @@ def _complete(engine: Engine, given: dict[str, Any]) -> None:
     """What DeepSpeed's engine, optimizer and parameters have besides."""
     complete_parameters(engine)
     complete_optimizer(engine)
+    leave_scripts(engine)
     attributes = {
         "_config": DeepSpeedConfig.of(engine.configuration),
         "mpu": given.get("mpu"),

@@ -181,16 +181,17 @@ class DeepSpeedAccelerator:
         self._compile_backend = backend
 
     # ------------------------------------------------------------------------------------------------------------ tensors
-    def _tensor(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-        return partial(torch.tensor, dtype=dtype, device=self.current_device_name())
+    def _tensor(self, name: str) -> Callable[..., torch.Tensor]:
+        made: Callable[..., torch.Tensor] = getattr(torch, name)
+        return made if self._is_cpu else partial(torch.tensor, dtype=made.dtype, device=self.current_device_name())  # type: ignore[attr-defined]
 
-    BFloat16Tensor = property(lambda self: self._tensor(torch.bfloat16))
-    HalfTensor = property(lambda self: self._tensor(torch.float16))
-    FloatTensor = property(lambda self: self._tensor(torch.float32))
-    DoubleTensor = property(lambda self: self._tensor(torch.float64))
-    ByteTensor = property(lambda self: self._tensor(torch.uint8))
-    IntTensor = property(lambda self: self._tensor(torch.int32))
-    LongTensor = property(lambda self: self._tensor(torch.int64))
+    BFloat16Tensor = property(lambda self: self._tensor("BFloat16Tensor"))
+    HalfTensor = property(lambda self: self._tensor("HalfTensor"))
+    FloatTensor = property(lambda self: self._tensor("FloatTensor"))
+    DoubleTensor = property(lambda self: self._tensor("DoubleTensor"))
+    ByteTensor = property(lambda self: self._tensor("ByteTensor"))
+    IntTensor = property(lambda self: self._tensor("IntTensor"))
+    LongTensor = property(lambda self: self._tensor("LongTensor"))
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return not self._is_cpu and tensor.is_pinned()

@@ -65,15 +65,15 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 def get_flattened_grad_norm(
     parameters: Any, norm_type: float = 2, mpu: Any = None, grad_norm_mask: Any = None
-) -> torch.Tensor:
+) -> float:
     """The norm of the gradients of parameters, as `clip_grad_norm_` takes it. -1 if it is not finite."""
-    return _norm([(p.grad, _counts(p, mpu)) for p in _with_gradient(parameters)], norm_type, mpu)
+    return float(_norm([(p.grad, _counts(p, mpu)) for p in _with_gradient(parameters)], norm_type, mpu))
 
 
-def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
+def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
     """The norm of parameters, over the mpu's model-parallel ranks if one is given. -1 if it is not finite."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    return _norm([(p.detach(), _counts(p, mpu)) for p in given], norm_type, mpu)
+    return float(_norm([(p.detach(), _counts(p, mpu)) for p in given], norm_type, mpu))
 
 
 def _with_gradient(parameters: Any) -> list[Any]:
