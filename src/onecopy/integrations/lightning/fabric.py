@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,18 +10,18 @@ from torch import nn
 
 from onecopy.engine import Engine
 from onecopy.errors import CheckpointError, ModelError
-from onecopy.init import Init
 from onecopy.integrations.lightning import settings
 from onecopy.integrations.lightning.checkpoints import TAG, find_folder, read_single_file
 from onecopy.integrations.lightning.engines import make_engine
 from onecopy.integrations.lightning.packages import fabric_module
 from onecopy.integrations.lightning.precision import FabricPrecision, clip_next_step, step
+from onecopy.integrations.lightning.sharded import ShardedStrategy
 
 _BackwardSyncControl: Any = fabric_module("strategies.strategy")._BackwardSyncControl
 _move_state_into = fabric_module("utilities.load")._move_state_into
 
 
-class OneCopyFabricStrategy(fabric_module("strategies.ddp").DDPStrategy):  # type: ignore[misc]
+class OneCopyFabricStrategy(ShardedStrategy, fabric_module("strategies.ddp").DDPStrategy):  # type: ignore[misc]
     """Shards the training state of the modules given to `fabric.setup(module, optimizer)`.
 
     A loop accumulates as with Fabric's DDP: gradients of several `fabric.backward` add up, and `optimizer.step()` uses
@@ -35,24 +34,10 @@ class OneCopyFabricStrategy(fabric_module("strategies.ddp").DDPStrategy):  # typ
         timeout, process_group_backend, cluster_environment, ...: as in Fabric's `DDPStrategy`.
     """
 
-    def __init__(
-        self,
-        stage: int | None = None,
-        config: Any = None,
-        exclude_frozen_parameters: bool = False,
-        timeout: timedelta | None = None,
-        **options: Any,
-    ) -> None:
-        self.source = settings.document(config, stage)
-        self.exclude_frozen_parameters = exclude_frozen_parameters
+    def __init__(self, *args: Any, **options: Any) -> None:
         self._engines: list[Engine] = []
-        super().__init__(**options, **({} if timeout is None else {"timeout": timeout}))
+        super().__init__(*args, **options)
         self._backward_sync_control = _NoSync()
-
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage."""
-        return int(self.source["zero_optimization"]["stage"])
 
     @property
     def precision(self) -> Any:
@@ -106,7 +91,7 @@ class OneCopyFabricStrategy(fabric_module("strategies.ddp").DDPStrategy):  # typ
 
     def module_sharded_context(self) -> AbstractContextManager[Any]:
         """As `module_init_context`, without devices and dtypes."""
-        return _Sharding(self.stage == 3, "cpu" if self.root_device.type == "cpu" else None)
+        return self.model_sharded_context()
 
     # ---------------------------------------------------------------------------------------------------------- training
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, **kwargs: Any) -> None:
@@ -221,30 +206,6 @@ class OneCopyFabricStrategy(fabric_module("strategies.ddp").DDPStrategy):  # typ
         for engine in self._engines:
             engine.wait_for_checkpoint()
         super().teardown()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Let `Fabric(strategy="onecopy")` and "onecopy_stage_0" to "onecopy_stage_3" find it."""
-        strategy_registry.register("onecopy", cls, description="onecopy, ZeRO stage 2")
-        for stage in range(4):
-            strategy_registry.register(
-                f"onecopy_stage_{stage}", cls, description=f"onecopy, ZeRO stage {stage}", stage=stage
-            )
-
-
-class _Sharding:
-    """`onecopy.zero.Init`, made when it is entered, since making it is collective."""
-
-    def __init__(self, enabled: bool, remote_device: str | None) -> None:
-        self.enabled = enabled
-        self.remote_device = remote_device
-
-    def __enter__(self) -> None:
-        self.context = Init(enabled=self.enabled, remote_device=self.remote_device)
-        self.context.__enter__()
-
-    def __exit__(self, *details: Any) -> None:
-        self.context.__exit__(*details)
 
 
 class _NoSync(_BackwardSyncControl):  # type: ignore[misc]

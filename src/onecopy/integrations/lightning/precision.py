@@ -42,23 +42,31 @@ def step(engine: Engine) -> None:
         engine.configuration = engine.__dict__.pop("_settled", engine.configuration)
 
 
-class TrainerPrecision(trainer_module("plugins.precision.precision").Precision):  # type: ignore[misc]
-    """What the Trainer asks of a precision plugin, answered by the strategy's engine.
+class CastsInputs:
+    """Comes before Lightning's own plugin among the base classes.
 
     Attributes:
         precision: Lightning's name, such as "bf16-mixed".
         dtype: what inputs are cast to; None casts nothing.
-        engine: set by the strategy once there is one.
     """
 
     def __init__(self, precision: str, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.precision = precision
         self.dtype = dtype
-        self.engine: Engine | None = None
 
     def convert_input(self, data: Any) -> Any:
         return data if self.dtype in (None, torch.float32) else cast(data, self.dtype)
+
+
+class TrainerPrecision(CastsInputs, trainer_module("plugins.precision.precision").Precision):  # type: ignore[misc]
+    """What the Trainer asks of a precision plugin, answered by the strategy's engine.
+
+    Attributes:
+        engine: set by the strategy once there is one.
+    """
+
+    engine: Engine | None = None
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, **kwargs: Any) -> None:
         """Automatic optimisation takes the mean over the micro-batches of a step; a manual loop their sum, as torch does."""
@@ -93,16 +101,8 @@ class TrainerPrecision(trainer_module("plugins.precision.precision").Precision):
             )
 
 
-class FabricPrecision(fabric_module("plugins.precision.precision").Precision):  # type: ignore[misc]
+class FabricPrecision(CastsInputs, fabric_module("plugins.precision.precision").Precision):  # type: ignore[misc]
     """What Fabric asks of a precision plugin: inputs in the compute dtype, outputs in the default one."""
-
-    def __init__(self, precision: str, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.precision = precision
-        self.dtype = dtype
-
-    def convert_input(self, data: Any) -> Any:
-        return data if self.dtype in (None, torch.float32) else cast(data, self.dtype)
 
     def convert_output(self, data: Any) -> Any:
         return data if self.dtype in (None, torch.float32) else cast(data, torch.get_default_dtype())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,13 +11,13 @@ import torch
 from onecopy.engine import Engine
 from onecopy.engine.handover import engine_of
 from onecopy.errors import ModelError
-from onecopy.init import Init
 from onecopy.integrations.lightning import settings
 from onecopy.integrations.lightning.checkpoints import TAG, find_folder, read_single_file
 from onecopy.integrations.lightning.engines import make_engine, release
 from onecopy.integrations.lightning.packages import trainer_module
 from onecopy.integrations.lightning.precision import TrainerPrecision
 from onecopy.integrations.lightning.schedule import unless_skipped
+from onecopy.integrations.lightning.sharded import ShardedStrategy
 from onecopy.observe.log import note
 from onecopy.optim.schedules import build_scheduler
 
@@ -29,7 +28,7 @@ _LightningModule = trainer_module("core.module").LightningModule
 _LRSchedulerConfig = trainer_module("utilities.types").LRSchedulerConfig
 
 
-class OneCopyStrategy(trainer_module("strategies.ddp").DDPStrategy):  # type: ignore[misc]
+class OneCopyStrategy(ShardedStrategy, trainer_module("strategies.ddp").DDPStrategy):  # type: ignore[misc]
     """Shards the training state of a LightningModule over the ranks.
 
     Args:
@@ -44,25 +43,7 @@ class OneCopyStrategy(trainer_module("strategies.ddp").DDPStrategy):  # type: ig
     """
 
     strategy_name = "onecopy"
-
-    def __init__(
-        self,
-        stage: int | None = None,
-        config: Any = None,
-        exclude_frozen_parameters: bool = False,
-        timeout: timedelta | None = None,
-        **options: Any,
-    ) -> None:
-        self.source = settings.document(config, stage)
-        self.exclude_frozen_parameters = exclude_frozen_parameters
-        self._single_file: Mapping[str, Any] | None = None
-        self._scheduled_by_config = False
-        super().__init__(**options, **({} if timeout is None else {"timeout": timeout}))
-
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage."""
-        return int(self.source["zero_optimization"]["stage"])
+    _single_file: Mapping[str, Any] | None = None
 
     @property
     def engine(self) -> Engine:
@@ -163,12 +144,6 @@ class OneCopyStrategy(trainer_module("strategies.ddp").DDPStrategy):  # type: ig
         with nullcontext() if self.stage == 3 else super().tensor_init_context(empty_init=empty_init):
             yield
 
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        """Around `configure_model`: at stage 3 what is built there is sharded as it is built."""
-        with Init(enabled=self.stage == 3, remote_device="cpu" if self.root_device.type == "cpu" else None):
-            yield
-
     # ---------------------------------------------------------------------------------------------------------- training
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Inside the engine's forward; a manual loop, whose steps and backwards may not be inside one, goes without."""
@@ -253,15 +228,6 @@ class OneCopyStrategy(trainer_module("strategies.ddp").DDPStrategy):  # type: ig
         self._precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Let `Trainer(strategy="onecopy")` and "onecopy_stage_0" to "onecopy_stage_3" find it."""
-        strategy_registry.register("onecopy", cls, description="onecopy, ZeRO stage 2")
-        for stage in range(4):
-            strategy_registry.register(
-                f"onecopy_stage_{stage}", cls, description=f"onecopy, ZeRO stage {stage}", stage=stage
-            )
 
 
 def _batch_size(trainer: Any) -> int:
