@@ -59,6 +59,11 @@ assert logging.getLogger("DeepSpeed") is deepspeed.utils.logger
 builder = deepspeed.ops.op_builder.CPUAdamBuilder()
 assert not builder.is_compatible() and deepspeed.get_accelerator().create_op_builder("CPUAdamBuilder") is not None
 
+import deepspeed.utils.torch, deepspeed.utils.nvtx  # submodules must not hide what the package itself uses
+with deepspeed.OnDevice(dtype=torch.float16, device="meta"):
+    built = nn.Linear(2, 2)
+assert (built.weight.dtype, built.weight.device.type) == (torch.float16, "meta") and torch.get_default_dtype() == torch.float32
+assert deepspeed.utils.instrument_w_nvtx(lambda x: x + 1)(2) == 3
 from deepspeed.monitor.monitor import MonitorMaster
 config = {"train_batch_size": 1, "csv_monitor": {"enabled": True, "output_path": sys.argv[1], "job_name": "job"}}
 monitor = MonitorMaster(deepspeed.DeepSpeedConfig(config).monitor_config)

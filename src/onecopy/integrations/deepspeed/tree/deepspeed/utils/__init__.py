@@ -1,11 +1,5 @@
 """`deepspeed.utils`: state by parameter, leaf modules, logging, loaders."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
-import torch
-
 from onecopy.integrations.deepspeed.local_parts import (
     safe_get_local_fp32_param,
     safe_get_local_grad,
@@ -39,7 +33,9 @@ from .groups import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
+from .init_on_device import OnDevice
 from .logging import log_dist, log_dist_once, logger, set_log_level_from_string
+from .nvtx import instrument_w_nvtx
 from .z3_leaf_module import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -49,37 +45,6 @@ from .z3_leaf_module import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-
-
-class OnDevice:
-    """Build a model on `device` ("meta" by default) with floating-point tensors in `dtype`."""
-
-    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
-        self.dtype, self.device, self.enabled = dtype, device, enabled
-
-    def __enter__(self) -> None:
-        if self.enabled:
-            self._before = torch.get_default_dtype()
-            self._context = torch.device(self.device)
-            self._context.__enter__()
-            torch.set_default_dtype(self.dtype)
-
-    def __exit__(self, *exception: Any) -> None:
-        if self.enabled:
-            torch.set_default_dtype(self._before)
-            self._context.__exit__(*exception)
-
-
-def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Name the function's calls in profiles of torch."""
-
-    @functools.wraps(func)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(func.__qualname__):
-            return func(*args, **kwargs)
-
-    return named
-
 
 __all__ = [
     "OnDevice",
