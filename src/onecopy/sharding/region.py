@@ -17,7 +17,12 @@ class Region:
     __slots__ = ("views", "whole", "wire")
 
     def __init__(
-        self, flat: FlatBuffer, memory: torch.Tensor, offset: int, dtype: torch.dtype, scratch: torch.Tensor | None = None
+        self,
+        flat: FlatBuffer,
+        memory: torch.Tensor,
+        offset: int,
+        dtype: torch.dtype,
+        scratch: torch.Tensor | None = None,
     ) -> None:
         self.whole = memory[offset : offset + flat.numel * dtype.itemsize].view(dtype)
         self.views = flat.views(self.whole)
