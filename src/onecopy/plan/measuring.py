@@ -208,7 +208,9 @@ def _calls(communicator: Communicator, nbytes: int, ranks: int) -> tuple[Callabl
     device = communicator.device
     shard = max(64, nbytes // 2 // ranks)
     buffer = communicator.allocate(2 * shard * ranks).view(torch.bfloat16).fill_(1)
-    scratch = torch.empty(shard * (ranks - 1), dtype=torch.bfloat16, device=device) if communicator.needs_scratch else None
+    scratch = (
+        torch.empty(shard * (ranks - 1), dtype=torch.bfloat16, device=device) if communicator.needs_scratch else None
+    )
     wire = communicator.wire(buffer, scratch)
     out = torch.empty(shard, dtype=torch.float32, device=device)
 
