@@ -112,6 +112,32 @@ def test_fp32_islands_stay_fp32_when_asked(world2: World, stage: int) -> None:
     assert set(masters.values()) == {"float32"}
 
 
+def batch_norms(stage: int, precision: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.Flatten(), nn.LayerNorm(48), nn.Linear(48, 2))
+    config = {
+        **configuration(stage),
+        precision: {"enabled": True, **({"loss_scale": 8} if precision == "fp16" else {})},
+    }
+    engine, *_ = onecopy.initialize(model=model, config=config)
+    low = torch.float16 if precision == "fp16" else torch.bfloat16
+    for _ in range(2):
+        engine.backward(engine(torch.randn(4, 3, 8).to(low)).float().square().mean())
+        engine.step()
+    with torch.no_grad():
+        assert engine.eval()(torch.randn(4, 3, 8).to(low)).dtype is low
+    with onecopy.zero.GatheredParameters(list(model.parameters())):
+        assert [p.dtype for p in model[1].parameters()] == [torch.float32] * 2 and model[3].weight.dtype is low
+    assert model[1].running_mean.dtype == torch.float32 and model[1].running_mean.any()  # type: ignore[union-attr]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_batch_norms_stay_in_the_dtype_of_their_statistics(world2: World, stage: int) -> None:
+    for precision in ("bf16", "fp16"):
+        world2.run(batch_norms, stage, precision)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_without_a_precision_block_dtypes_stay_as_given(world2: World, stage: int) -> None:
     """fp32 islands in a bf16 model: nothing is cast behind the user's back."""

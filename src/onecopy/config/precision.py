@@ -117,7 +117,7 @@ class DataTypesConfig:
     keep_in_fp32_modules: str | tuple[str, ...] = key(
         "auto",
         Names(("auto",)),
-        "modules named here stay fp32; auto takes the names that the model itself lists",
+        "modules named here stay fp32; auto takes the names that the model itself lists, and batch norms with their statistics",
     )
 
 

@@ -37,14 +37,34 @@ def compute_dtype_rule(model: nn.Module, config: Config) -> Callable[[str, nn.Pa
 
 def kept_in_fp32(model: nn.Module, config: Config) -> Callable[[str], bool]:
     """Whether a parameter or buffer of this name belongs to a module that stays in fp32."""
-    kept = config.data_types.keep_in_fp32_modules
-    patterns: tuple[str, ...] = (
-        tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-        + tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-        if kept == "auto"
-        else tuple(kept)
-    )
-    return lambda name: any(pattern in name.split(".") or name.startswith(pattern + ".") for pattern in patterns)
+    wanted = config.data_types.keep_in_fp32_modules
+    patterns = set(wanted) if wanted != "auto" else _known_to_need_fp32(model)
+    owners = _with_running_statistics(model) if wanted == "auto" and config.data_types.buffer_dtype is None else set()
+
+    def kept(name: str) -> bool:
+        named = any(pattern in name.split(".") or name.startswith(pattern + ".") for pattern in patterns)
+        return named or name.rpartition(".")[0] in owners
+
+    return kept
+
+
+def _known_to_need_fp32(model: nn.Module) -> set[str]:
+    """The names that a model of transformers lists."""
+    listed = (getattr(model, name, None) or () for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
+    return {pattern for names in listed for pattern in names}
+
+
+def _with_running_statistics(model: nn.Module) -> set[str]:
+    """Batch norms and the like with fp32 statistics: buffers stay as they are, and weights must be of the statistics' dtype.
+
+    The input may be of a lower one.
+    """
+    kinds = nn.modules.batchnorm._NormBase
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and module.running_mean is not None and module.running_mean.dtype == torch.float32
+    }
 
 
 def move_buffers(model: nn.Module, config: Config, device: torch.device) -> None:
