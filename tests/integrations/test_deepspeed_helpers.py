@@ -64,6 +64,11 @@ with deepspeed.OnDevice(dtype=torch.float16, device="meta"):
     built = nn.Linear(2, 2)
 assert (built.weight.dtype, built.weight.device.type) == (torch.float16, "meta") and torch.get_default_dtype() == torch.float32
 assert deepspeed.utils.instrument_w_nvtx(lambda x: x + 1)(2) == 3
+whole = nn.Linear(7, 5)
+for splits in ((1, 1), (3, 2), (7, 5)):
+    tiled = deepspeed.zero.TiledLinear(7, 5, in_splits=splits[0], out_splits=splits[1], init_linear=whole)
+    assert torch.allclose(tiled(torch.ones(2, 7)), whole(torch.ones(2, 7)), atol=1e-6)
+    assert sum(p.numel() for p in tiled.parameters()) == 40
 from deepspeed.monitor.monitor import MonitorMaster
 config = {"train_batch_size": 1, "csv_monitor": {"enabled": True, "output_path": sys.argv[1], "job_name": "job"}}
 monitor = MonitorMaster(deepspeed.DeepSpeedConfig(config).monitor_config)

@@ -54,6 +54,7 @@ NAMES = {
     "deepspeed.runtime.zero.config": "ZeroStageEnum DeepSpeedZeroConfig",
     "deepspeed.runtime.zero.utils": "is_zero_param ZeRORuntimeException",
     "deepspeed.runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
+    "deepspeed.runtime.zero.tiling": "TiledLinear TiledLinearReturnBias",
     "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler CreateLossScaler",
     "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
     "deepspeed.runtime.bf16_optimizer": "BF16_Optimizer",

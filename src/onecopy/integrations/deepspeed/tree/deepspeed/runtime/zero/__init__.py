@@ -15,10 +15,8 @@ from .partition_parameters import (
     register_external_parameter,
     unregister_external_parameter,
 )
+from .tiling import TiledLinear, TiledLinearReturnBias
 
-_TILED = "a layer's weights are gathered whole; make the layer smaller, or mark its parts as units of their own"
-TiledLinear = refused_class("zero.TiledLinear", _TILED)
-TiledLinearReturnBias = refused_class("zero.TiledLinearReturnBias", _TILED)
 DeepSpeedTensorOverride = refused_class("zero.DeepSpeedTensorOverride", "tensors are made as the model makes them")
 DeepSpeedZeRoOffload = refused_class("zero.DeepSpeedZeRoOffload", "call initialize without an optimizer")
 
