@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import onecopy
+from onecopy.activations.compiled import graph_count
 from onecopy.errors import ModelError
 from tests.activations.small_lm import WIDTH, LanguageModel, document, result, steps
 from tests.worlds import World
@@ -137,24 +138,45 @@ def test_what_cannot_be_compiled_is_said_and_runs_anyway(world1: World) -> None:
 def refused() -> list[str]:
     said = []
     engine = onecopy.initialize(model=LanguageModel(), config=document(3))[0]
-    plain = onecopy.initialize(model=nn.Linear(3, 3), config=document(3))[0]
     for ask in (
         lambda: engine.compile(backend="eager", schedule=[]),
         lambda: engine.compile(compile_kwargs={"mode": "reduce-overhead"}),
-        lambda: plain.compile(),
     ):
         try:
             ask()
         except ModelError as error:
             said.append(str(error))
     engine.destroy()
-    plain.destroy()
     return said
 
 
 def test_what_is_refused(world2: World) -> None:
-    schedule, graphs, no_block = world2.run(refused)[0]
-    assert "schedule" in schedule and "CUDA graphs" in graphs and "unit_classes" in no_block
+    schedule, graphs = world2.run(refused)[0]
+    assert "schedule" in schedule and "CUDA graphs" in graphs
+
+
+def without_blocks(stage: int, compiled: bool) -> tuple[list[float], int]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    engine = onecopy.initialize(model=model, config=document(stage))[0]
+    if compiled:
+        engine.compile(backend="eager")
+    graphs, losses = graph_count(), []
+    for number in range(3):
+        loss = engine(torch.randn(3, 3, generator=torch.Generator().manual_seed(number))).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert engine.is_compiled == compiled
+    engine.destroy()
+    return losses, graph_count() - graphs
+
+
+def test_a_model_without_blocks_is_compiled_layer_by_layer(world2: World) -> None:
+    for stage in (1, 3):
+        (plain, _), (compiled, graphs) = (world2.run(without_blocks, stage, way)[0] for way in (False, True))
+        assert compiled == plain and graphs == 2
 
 
 def with_inductor(stage: int, how: str) -> Any:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from onecopy.activations.checkpoint import call
 from onecopy.activations.compiled import Compilation
 from onecopy.errors import ModelError
+from onecopy.observe.log import note
 
 Forward = Callable[..., Any]
 
@@ -35,6 +36,10 @@ class Block:
     forward: Forward
     replaced: bool
 
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> Block:
+        return cls(name, module, module.forward, "forward" in vars(module))
+
 
 @dataclass
 class Blocks:
@@ -49,11 +54,18 @@ class Blocks:
     def of(cls, named: Iterable[tuple[str, nn.Module]]) -> Blocks:
         """From the modules of units; a single layer of torch's is no block: it keeps nothing but its input anyway."""
         blocks = [
-            Block(name, module, module.forward, "forward" in vars(module))
+            Block.of(name, module)
             for name, module in named
             if any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.")
         ]
         return cls(blocks)
+
+    def take_layers(self, named: Iterable[tuple[str, nn.Module]]) -> None:
+        """For a model without blocks: its units are the blocks, single layers though they are."""
+        note(
+            "engine.compile found no repeated block, and compiles single layers; name the classes of blocks in onecopy.unit_classes"
+        )
+        self.all.extend(Block.of(name, module) for name, module in named)
 
     def checkpoint(self, how: str | int) -> None:
         """Compute blocks again in backward: "full" (every block), "selective" (but keep matrix products), every n-th, "none".
@@ -86,15 +98,7 @@ class Blocks:
         )
 
     def compile(self, compilation: Compilation, inside: nn.Module | None = None) -> None:
-        """Compile every block's forward; or of `inside` only: the blocks in it, or itself where it is part of a block.
-
-        Raises:
-            ModelError: the model has no blocks.
-        """
-        if inside is None and not self.all:
-            raise ModelError(
-                "engine.compile found no repeated block to compile; name the classes of blocks in onecopy.unit_classes"
-            )
+        """Compile every block's forward; or of `inside` only: the blocks in it, or itself where it is part of a block."""
         members = None if inside is None else {id(module) for module in inside.modules()}
         chosen = [block for block in self.all if members is None or id(block.module) in members]
         if inside is not None and not chosen:

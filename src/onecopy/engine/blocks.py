@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from onecopy.errors import ModelError
 if TYPE_CHECKING:
     from onecopy.activations.blocks import Blocks
     from onecopy.comm.model_parallel import ModelParallel
+    from onecopy.engine.engine import Engine
     from onecopy.engine.precompiled import Found
     from onecopy.layout import Placement
 
@@ -56,8 +57,9 @@ class BlockMethods:
     ) -> None:
         """Compile each block's forward by itself with `torch.compile`; gathering and reducing stay outside. Not collective.
 
-        What is outside of blocks (embedding, head, loss) runs as it is. A block that cannot be compiled runs as it is
-        too, and a warning says which and why.
+        What is outside of blocks (embedding, head, loss) runs as it is; in a model without repeated blocks the layers that
+        are gathered one by one are compiled. A block that cannot be compiled runs as it is too, and a warning says which
+        and why.
 
         Args:
             backend: a name or function that `torch.compile` takes.
@@ -66,7 +68,7 @@ class BlockMethods:
             compiled_autograd_enabled: refused.
 
         Raises:
-            ModelError: the model has no repeated blocks, or something refused is asked for.
+            ModelError: something refused is asked for.
         """
         from onecopy.activations.compiled import Compilation
 
@@ -81,7 +83,10 @@ class BlockMethods:
                 f"engine.compile: mode '{options['mode']}' records CUDA graphs, which expect each weight at one address, and at "
                 "stage 3 blocks share slots; use the default mode or 'max-autotune-no-cudagraphs'"
             )
-        self._blocks().compile(Compilation.with_(backend, options))
+        blocks = self._blocks()
+        if not blocks.all:
+            blocks.take_layers(self.block_modules or [("the whole model", cast("Engine", self).module)])
+        blocks.compile(Compilation.with_(backend, options))
 
     @property
     def is_compiled(self) -> bool:

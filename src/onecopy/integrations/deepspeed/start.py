@@ -50,6 +50,11 @@ def _complete(engine: Engine, given: dict[str, Any]) -> None:
         "mpu": given.get("mpu"),
         "client_optimizer": given.get("optimizer"),
         "client_lr_scheduler": given.get("lr_scheduler"),
+        "param_names": {parameter: name for name, parameter in engine.module.named_parameters()},
+        "has_moe_layers": False,
+        "pipeline_parallelism": False,
+        "enable_backward_allreduce": True,
+        "losses": None,
     }
     for name, value in attributes.items():
         object.__setattr__(engine, name, value)
