@@ -20,6 +20,7 @@ from onecopy.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from tests.reference import configuration
 from tests.worlds import World
 
 GetWorld = Callable[[int], World]
@@ -81,6 +82,22 @@ def test_reads_are_those_of_plain_torch(world: GetWorld, size: int) -> None:
                 torch.testing.assert_close(rank["gradients"][name], parameter.grad)
                 torch.testing.assert_close(rank["moments"][name], 0.1 * parameter.grad)
                 assert rank["masters"][name].shape == parameter.shape
+
+
+def frozen_and_marked() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    engine, *_ = onecopy.initialize(model=model, config=configuration(3))
+    assert [tuple(p.ds_shape) for p in model.parameters()] == [(4, 3), (4,), (2, 4), (2,)]
+    assert len({p.ds_id for p in model.parameters()}) == 4
+    whole = engine.communicator.world_size == 1
+    assert [p.ds_status.name for p in model.parameters()] == ["AVAILABLE" if whole else "NOT_AVAILABLE"] * 4
+    engine.destroy()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_frozen_parameters_have_deepspeeds_attributes_too(world: GetWorld, size: int) -> None:
+    world(size).run(frozen_and_marked)
 
 
 def write_all(stage: int) -> list[float]:

@@ -135,7 +135,7 @@ class Loader:
         problem, common, own = "", {}, None
         try:
             common = state.from_bytes((reader.folder / state.NAME).read_bytes(), str(reader.folder / state.NAME))
-            own = _own_state(reader, meeting.rank)
+            own = _own_state(reader, meeting.rank) if everything else None
             if wanted.custom_load is None:
                 _check_model(engine, reader.manifest, wanted.module_strict)
             if everything and engine.basic_optimizer is not None:

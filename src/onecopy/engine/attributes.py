@@ -3,28 +3,36 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from onecopy.comm import Communicator
 from onecopy.config import Config
 from onecopy.sharding import Unit, ZeroParamStatus
 
 
-def mark_parameters(units: Sequence[Unit], config: Config, communicator: Communicator) -> None:
-    """Set ds_id, ds_shape, ds_numel, ds_status, ds_persist and ds_process_group on every parameter, at stage 3 only."""
+def mark_parameters(model: nn.Module, units: Sequence[Unit], config: Config, communicator: Communicator) -> None:
+    """Set ds_id, ds_shape, ds_numel, ds_status, ds_persist and ds_process_group on every parameter, at stage 3 only.
+
+    Frozen parameters in a world of one rank, and those without elements, are in no flat buffer: they are always whole.
+    """
     if config.zero.stage != 3:
         return
-    number = 0
-    for unit in units:
-        for flat in unit.buffers:
-            for parameter, place in zip(flat.parameters, flat.layout.ranges, strict=True):
-                attributes = {
-                    "ds_id": number,
-                    "ds_shape": torch.Size(place.shape),
-                    "ds_numel": place.numel,
-                    "ds_persist": not flat.place.sharded,
-                    "ds_status": ZeroParamStatus.NOT_AVAILABLE if flat.place.sharded else ZeroParamStatus.AVAILABLE,
-                    "ds_process_group": communicator.group,
-                }
-                for name, value in attributes.items():
-                    setattr(parameter, name, value)
-                number += 1
+    placed = [
+        (parameter, torch.Size(place.shape), flat.place.sharded)
+        for unit in units
+        for flat in unit.buffers
+        for parameter, place in zip(flat.parameters, flat.layout.ranges, strict=True)
+    ]
+    known = {id(parameter) for parameter, *_ in placed}
+    placed += [(parameter, parameter.shape, False) for parameter in model.parameters() if id(parameter) not in known]
+    for number, (parameter, shape, sharded) in enumerate(placed):
+        attributes = {
+            "ds_id": number,
+            "ds_shape": shape,
+            "ds_numel": shape.numel(),
+            "ds_persist": not sharded,
+            "ds_status": ZeroParamStatus.NOT_AVAILABLE if sharded else ZeroParamStatus.AVAILABLE,
+            "ds_process_group": communicator.group,
+        }
+        for name, value in attributes.items():
+            setattr(parameter, name, value)

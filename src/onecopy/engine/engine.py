@@ -122,7 +122,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         self.runtime.defer = self._gradients_stay_whole
         self.runtime.scale_outputs = self._scale_output_gradient
         self.runtime.gradient_divisor = self._divisor
-        mark_parameters(self.units, self.configuration, self.communicator)
+        mark_parameters(self.module, self.units, self.configuration, self.communicator)
         self.basic_optimizer = inner
         self.optimizer: ShardedOptimizer | None = None
         if inner is not None:
