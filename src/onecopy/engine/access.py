@@ -160,7 +160,7 @@ def _state_flat(parameter: nn.Parameter, key: str) -> tuple[ParameterHome, FlatB
     for run, start, stop in masters.parts(flat, base, base + master.numel()):
         state = masters.optimizer.state.get(run.master, {})
         seen |= {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim() == 1}
-        if key in state:
+        if key in seen and key in state:
             out[start - base : stop - base] = state[key][start - run.start : stop - run.start]
     if seen and key not in seen:
         raise ValueError(f"the optimizer keeps no state '{key}'; it has {', '.join(sorted(seen))}")

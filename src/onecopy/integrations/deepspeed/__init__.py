@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from onecopy.errors import OneCopyError
-from onecopy.observe.log import note
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -54,6 +53,8 @@ def _extend_path(force: bool) -> None:
     elif force:
         sys.path.insert(0, str(TREE))
     else:
+        from onecopy.observe.log import note  # here, because `onecopy exec` must not wait for torch
+
         note(
             f"the DeepSpeed installed at {other} is used; install(force=True) or `onecopy run --force` takes onecopy's"
         )
