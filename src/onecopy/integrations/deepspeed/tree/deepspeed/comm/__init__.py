@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from onecopy.comm import ensure_process_group
 from onecopy.comm.connect import default_device
-from onecopy.integrations.deepspeed.refusal import refused_function
+from onecopy.observe import log_once
 
 from .calls import (
     all_gather,
@@ -49,10 +49,6 @@ from .calls import (
     reduce_scatter_tensor,
     scatter,
     send,
-)
-
-log_summary = refused_function(
-    "comm.log_summary", "engine.communication() counts the bytes and collectives of the last step"
 )
 
 
@@ -152,6 +148,15 @@ def configure(
     debug: bool | None = None,
 ) -> None:
     """Accepted; nothing is logged, because the engine counts by itself: `engine.communication()`."""
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Nothing is logged; says once where the counts are. With `return_dict` an empty dictionary."""
+    log_once(
+        "comm.log_summary",
+        "comm.log_summary: onecopy keeps no log of calls; engine.communication() counts the last step's",
+    )
+    return {} if return_dict else None
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:

@@ -21,7 +21,7 @@ from onecopy.utils import (
 
 from ..accelerator import get_accelerator
 from ..comm import init_distributed, is_initialized
-from . import groups
+from . import groups, timer, zero_to_fp32
 from .groups import (
     get_data_parallel_group,
     get_data_parallel_rank,
@@ -85,6 +85,8 @@ __all__ = [
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix",
+    "timer",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "zero_to_fp32",
 ]
