@@ -13,8 +13,8 @@ import csv
 from typing import Any
 
 from benchmarks.launch import table
-from benchmarks.plan import GPUS, HERE, gpu_of, rows
-from benchmarks.published import Row, fsdp_pools, stage_of, subject
+from benchmarks.plan import GPUS, HERE, gpu_of, key_of, rows
+from benchmarks.published import Row, document, fsdp_pools, stage_of, subject
 from onecopy.errors import PlanError
 from onecopy.plan.estimate import Estimator, Setting
 from onecopy.plan.hardware import known_gpus
@@ -40,7 +40,7 @@ def judged(row: Row) -> tuple[str, Interval]:
     several = 2 if float(row["global_batch"] or 0) > at_once else 1  # more than one micro-batch keeps gradients
     checkpointing = "none" if row["act_ckpt"] == "selective-op" else row["act_ckpt"]  # the subject recomputes by itself
     setting = Setting(stage_of(row), int(row["micro_batch"]), several, checkpointing, "bf16" if torchtitan else "fp16")
-    estimator = Estimator(subject(row), int(row["n_gpus"]), int(row["seq"]))
+    estimator = Estimator(subject(row), int(row["n_gpus"]), int(row["seq"]), document(row))
     level = "reserved" if torchtitan else "device"
     return level, bounds(row, estimator, setting)[level]
 
@@ -81,8 +81,8 @@ def misfits() -> tuple[int, int]:
         if "amp" not in row["precision"].lower() or row["fits"] != "yes":
             continue
         world = int(row["n_gpus"])
-        estimator = Estimator(subject(row), world, int(row["seq"]))
-        estimator._shallow = shared.setdefault((row["model"], row["seq"], row["hidden"]), estimator._shallow)
+        estimator = Estimator(subject(row), world, int(row["seq"]), document(row))
+        estimator._shallow = shared.setdefault(key_of(row), estimator._shallow)
         setting = Setting(
             stage_of(row), int(float(row["micro_batch"])), int(float(row["grad_accum"] or 1)), row["act_ckpt"]
         )

@@ -175,6 +175,12 @@ def fsdp_pools(row: Row, estimator: Estimator, setting: Setting) -> Unseen:
     return Unseen("FSDP's own streams", extra, extra, "torch's FSDP and caching allocator", "-", "reserved")
 
 
+def document(row: Row) -> dict[str, Any]:
+    """What else a configuration says: FSDP reduces gradients in fp32 unless all is in 16 bits ("PURE", IBM's policy)."""
+    in_fp32 = row["precision"].startswith("amp_") or "torchtitan" in row["framework"]
+    return {"communication_data_type": "fp32"} if in_fp32 else {}
+
+
 def stage_of(row: Row) -> int:
     """The ZeRO stage; FSDP's SHARD_GRAD_OP counts as 2."""
     return int(row["zero_stage"][:1] or 3)

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onecopy.engine.whereabouts import block_of, repeated_blocks
-from onecopy.errors import PlanError
+from onecopy.errors import OneCopyError, PlanError
 from onecopy.plan.extended import DEEP, Extended
 from onecopy.plan.hardware import Machine
 from onecopy.plan.rehearsal import Rehearsal, Subject, rehearse
@@ -94,7 +94,7 @@ def _silent(document: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def readable_errors(subject: Subject) -> Iterator[None]:
-    """A model that reads values cannot run without them: say where in its code."""
+    """A model that fails, or reads values, which a plan has none of: say where in its code."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     try:
@@ -102,17 +102,27 @@ def readable_errors(subject: Subject) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         place = _users_line(error)
         raise PlanError(
-            f"{subject.name} reads a tensor's value during forward ({error.func}) at {place}; a plan has no "
+            f"{subject.name} reads a tensor's value during forward ({error.func}) at {place or 'an unknown place'}; a plan has no "
             "values: use torch.where or a fixed "
             "shape there, or give the model a flag that leaves that code out"
         ) from None
+    except OneCopyError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        place = _users_line(error)
+        raise PlanError(
+            f"{subject.name} fails in its rehearsal with {type(error).__name__}: {reason}{f' (at {place})' if place else ''}; "
+            "run its forward and backward once without onecopy to see the whole error"
+        ) from error
 
 
 def _users_line(error: BaseException) -> str:
-    place, trace = "an unknown place", error.__traceback__
+    """The last line of the trace outside torch and onecopy, "" where there is none."""
+    place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/onecopy/" not in file:
+        if not any(part in file for part in ("/torch/", "/onecopy/", "<frozen ", "/bin/")):
             place = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place

@@ -182,6 +182,10 @@ def machine(text: str, per_node: int = 8, file: str | Path | None = None) -> Mac
     found = gpus.get(wanted) or gpus.get(_ALIASES.get(wanted, "").lower())
     if found is None:
         names = [*_ALIASES, *gpus]
+        turned = re.fullmatch(r"(\S+?)[xX*](\d+)", name)
+        if turned or wanted.isdigit():
+            right = f"{turned[2]}x{turned[1]}" if turned else f"{wanted}xH100"
+            raise PlanError(f"--gpus {text}: write the count first, then the kind, as in {right}")
         near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3)
         raise PlanError(
             f"GPU '{name}' is not known; nearest: {', '.join(near) or ', '.join(gpus)}; add your own with --hardware FILE.toml"

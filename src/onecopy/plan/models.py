@@ -22,6 +22,17 @@ from onecopy.plan.rehearsal import Subject
 
 # Fixed sequence lengths of models that have no tokens.
 _VISION = ("vit", "deit", "swin", "convnext", "dinov2")
+_LEARNED_POSITIONS = (
+    "gpt2",
+    "opt",
+    "bert",
+    "roberta",
+    "electra",
+    "distilbert",
+    "bart",
+    "gpt_neo",
+    "gpt_bigcode",
+)  # a row each
 
 
 def subject_for(model: str | Path | nn.Module | Subject) -> Subject:
@@ -90,6 +101,10 @@ def from_config_dict(content: dict[str, Any], name: str, source: str = "") -> Su
         return _build(config, kind)
 
     def batch(size: int, length: int) -> dict[str, Any]:
+        if longest and length > longest and content["model_type"] in _LEARNED_POSITIONS:
+            raise PlanError(
+                f"{name} has positions for {longest:,} tokens; plan at most so many (--seq {longest}) instead of {length:,}"
+            )
         if kind == "image":
             side = config.image_size
             pixels = torch.randn(size, config.num_channels, side, side)
@@ -137,8 +152,16 @@ def _build(config: Any, kind: str) -> nn.Module:
         "sequence": transformers.AutoModelForSeq2SeqLM,
         "image": transformers.AutoModelForImageClassification,
     }[kind]
-    with _without_initial_values():
-        model: nn.Module = maker.from_config(config)
+    try:
+        with _without_initial_values():
+            model: nn.Module = maker.from_config(config)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise PlanError(
+            f"model_type '{config.model_type}' has no {kind} model in transformers; write a function that returns (module, inputs) and "
+            "name it as package.module:function"
+        ) from None
     model.tie_weights()  # type: ignore[operator]  # is left out together with the initial values
     return model
 
@@ -168,8 +191,8 @@ def _from_function(text: str) -> Subject:
     function = getattr(module, attribute, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(attribute, public, n=3, cutoff=0.3)
-        raise PlanError(f"{module_name} has no function '{attribute}'; nearest: {', '.join(near) or 'none'}")
+        near = difflib.get_close_matches(attribute, public, n=3, cutoff=0.3) or public[:5]
+        raise PlanError(f"{module_name} has no function '{attribute}'; nearest: {', '.join(near) or 'it has none'}")
     return _from_maker(function, text)
 
 
@@ -180,9 +203,12 @@ def _from_maker(function: Any, text: str) -> Subject:
     def build() -> nn.Module:
         made = function()
         if not (isinstance(made, tuple) and len(made) >= 2 and isinstance(made[0], nn.Module)):
-            raise PlanError(
-                f"{text} returned a {type(made).__name__}; return (module, inputs) or (module, inputs, loss function)"
+            got = (
+                f"({', '.join(type(part).__name__ for part in made)})"
+                if isinstance(made, tuple)
+                else f"a {type(made).__name__}"
             )
+            raise PlanError(f"{text} returned {got}; return (module, inputs) or (module, inputs, loss function)")
         kept["inputs"] = made[1]
         kept["loss"] = made[2] if len(made) > 2 else _any_loss
         model: nn.Module = made[0]
@@ -192,11 +218,15 @@ def _from_maker(function: Any, text: str) -> Subject:
         inputs = kept["inputs"]
         if callable(inputs):
             inputs = inputs(size, length)
+        elif size > 1:
+            raise PlanError(
+                f"{text} gives inputs of one size, so micro-batch {size} cannot be planned; give a function of (micro-batch, length) "
+                "that makes them instead"
+            )
         if isinstance(inputs, dict):
             return inputs
-        raise PlanError(
-            f"{text} gives its inputs as a {type(inputs).__name__}; give a dict of keyword arguments of forward"
-        )
+        kind = "Tensor" if isinstance(inputs, torch.Tensor) else type(inputs).__name__
+        raise PlanError(f"{text} gives its inputs as a {kind}; give a dict of keyword arguments of forward")
 
     return Subject(text, build, batch, lambda output: kept["loss"](output), 1024, text)
 

@@ -117,8 +117,15 @@ def plan(
     """
     subject = subject_for(model)
     where = gpus if isinstance(gpus, Machine) else machine(gpus, per_node, hardware)
+    if sequence is not None and sequence < 1:
+        raise PlanError(f"a sample of {sequence} tokens cannot be planned; give at least 1 (--seq)")
+    if global_batch is not None and (global_batch < 1 or global_batch % where.count):
+        near = max(1, round(global_batch / where.count)) * where.count
+        raise PlanError(
+            f"a global batch of {global_batch} samples cannot be shared equally by {where.count} GPUs; {near} can"
+        )
     length = sequence or subject.sequence or 1
-    base = json.loads(Path(config).read_text(encoding="utf-8")) if isinstance(config, str | Path) else config
+    base = _document(config) if isinstance(config, str | Path) else config
     overrides = {"context": where.gpu.context, "communication": where.gpu.communication} | {
         name: value for name, value in (overrides or {}).items() if value is not None
     }
@@ -144,6 +151,23 @@ def plan(
     elif not chosen.fits:
         answer.advice = sentences(stages, estimator, where)
     return answer
+
+
+def _document(file: str | Path) -> dict[str, Any]:
+    """The user's configuration, read."""
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"{file} cannot be read: {error.strerror}; give --config the path of a DeepSpeed-style JSON"
+        ) from None
+    except ValueError as error:
+        raise PlanError(f"{file} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise PlanError(
+            f'{file} holds a {type(content).__name__}; a configuration is one JSON object, as {{"zero_optimization": ...}}'
+        )
+    return content
 
 
 def _setting(
@@ -180,8 +204,8 @@ _LEVELS = (("allocated", "allocated"), ("reserved", "reserved"), ("device", "on 
 def _lines(p: Plan) -> list[str]:
     s, chosen = p.chosen.setting, p.chosen
     lines = [
-        f"{p.subject.name}: {p.numel / 1e9:.2f} billion parameters on {p.machine} ({p.machine.gpu.memory / GIB:.1f} GiB each)",
-        f"stage {s.stage}, micro-batch {s.micro_batch}, {p.sequence} tokens a sample, accumulation "
+        f"{p.subject.name}: {_count(p.numel)} parameters on {p.machine} ({p.machine.gpu.memory / GIB:.1f} GiB each)",
+        f"stage {s.stage}, micro-batch {s.micro_batch}, {f'{p.sequence} tokens a sample, ' if p.subject.sequence else ''}accumulation "
         f"{s.accumulation}, {s.checkpointing} checkpointing, {s.precision}",
         "",
         "Memory a GPU at the peak",
@@ -207,7 +231,8 @@ def _lines(p: Plan) -> list[str]:
         "Held by",
     ]
     lines += [f"  {_gib(b)}  {c:<16} {m or '(engine)'}" for m, c, b in p.rehearsal.holders(6)]
-    lines += ["", "stage   allocated     bound  fits  largest micro-batch   step time  tokens/s/GPU    MFU  exposed"]
+    rate = "tokens/s/GPU" if p.subject.sequence else "samples/s/GPU"
+    lines += ["", f"stage   allocated     bound  fits  largest micro-batch   step time {rate:>13}    MFU  exposed"]
     for c in p.stages:
         lines.append(
             f"{c.setting.stage:>5} {_gib(c.allocated)} {_gib(c.bound)}  {'yes' if c.fits else 'no ':<4} "
@@ -217,7 +242,7 @@ def _lines(p: Plan) -> list[str]:
     if p.settings:
         lines += [
             "",
-            "   stage  micro  accumulation  checkpointing  slots    bucket       bound    headroom   step time  tokens/s/GPU  why",
+            f"   stage  micro  accumulation  checkpointing  slots    bucket       bound    headroom   step time {rate:>13}  why",
         ]
         for number, c in enumerate(p.settings[:16]):
             t = c.setting
@@ -228,6 +253,13 @@ def _lines(p: Plan) -> list[str]:
             )
     lines += ["", *p.advice] if p.advice else []
     return [*lines, "", "Not in the numbers:", *(f"  {text}" for text in NOT_IN_NUMBERS)]
+
+
+def _count(numel: int) -> str:
+    size, word = next(
+        ((s, w) for s, w in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")) if numel >= s), (1, "")
+    )
+    return f"{numel / size:.2f} {word}" if word else str(numel)
 
 
 def _gib(nbytes: float) -> str:

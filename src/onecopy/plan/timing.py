@@ -24,7 +24,7 @@ class Rates:
         traffic: share of the memory bandwidth of all other operators.
         half: the smallest of a matrix multiplication's three sizes at which it reaches half of `matmul`.
         launch: seconds an operator takes at least.
-        overlap: how much longer compute takes while a transfer runs (they share memory bandwidth).
+        overlap: how much longer compute takes while a transfer runs (they share memory bandwidth and processors).
     """
 
     matmul: float = 0.70
@@ -37,8 +37,8 @@ class Rates:
 
 # Fitted on MPT-350m, 3b and 70b of llm-foundry's page by `benchmarks/plan.py --fit`; 125m, 760m and 13b were held out.
 CALIBRATED: dict[str, Rates] = {
-    "H100": Rates(matmul=0.576, half=22.4, attention=0.180, traffic=0.644, launch=1.36e-5),
-    "A100": Rates(matmul=0.721, half=30.7, attention=0.304, traffic=0.738, launch=5.13e-6),
+    "H100": Rates(matmul=0.600, half=5.04, attention=0.184, traffic=0.382, launch=2.30e-5, overlap=1.142),
+    "A100": Rates(matmul=0.775, half=5.83, attention=0.311, traffic=0.313, launch=1.23e-5, overlap=1.296),
 }
 
 
@@ -95,8 +95,7 @@ def play(events: list[Event], machine: Machine, rates: Rates) -> Played:
     for event in events:
         if isinstance(event, Compute):
             seconds = compute_seconds(event, machine, rates)
-            if max(free.values()) > now:
-                seconds *= rates.overlap
+            seconds += (rates.overlap - 1) * min(seconds, max(0.0, max(free.values()) - now))
             played.bars.append(("compute", now, now + seconds, f"{event.phase} {event.module}".strip()))
             played.by_phase[event.phase] = played.by_phase.get(event.phase, 0.0) + seconds
             played.flops += sum(flops for flops, _, _ in event.matmuls) + event.attention
