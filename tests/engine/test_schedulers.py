@@ -160,6 +160,24 @@ def test_a_schedule_of_transformers_on_the_returned_optimizer(world2: World, sta
         assert rates == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25])
 
 
+def rates_of_an_empty_group() -> tuple[list[list[float]], int]:
+    model = nn.Linear(4, 1, bias=False)
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [], "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, halves)
+    engine, _, _, _ = onecopy.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=configuration(3)
+    )
+    rates = batches(engine, 2)
+    engine.destroy()
+    return rates, len(optimizer.param_groups)
+
+
+def test_a_group_without_parameters_keeps_its_place_in_the_schedule(world2: World) -> None:
+    """Trainers make one of what takes no weight decay, and with LoRA nothing is in it."""
+    assert world2.run(rates_of_an_empty_group) == [([[0.5, 0.5], [0.25, 0.25]], 2)] * 2
+
+
 def with_arguments() -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
 

@@ -68,7 +68,6 @@ def choose_optimizer(
     else:
         return TrainedParameters(None, {})
     assert inner is not None
-    inner.param_groups[:] = [group for group in inner.param_groups if group["params"]]  # as DeepSpeed does
     return TrainedParameters(inner, _groups_of(model, inner))
 
 
