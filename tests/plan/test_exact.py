@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from onecopy.plan import Subject, rehearse, virtual_world
 from onecopy.plan.estimate import Estimator, Setting, checkpoint_blocks, exact
@@ -126,6 +128,16 @@ def test_the_ledgers_state_is_the_engines_own_account() -> None:
         states = run.resting["masters"] + run.resting["moments"]
         assert before is None or states < before
         before = states
+
+
+def test_a_rehearsal_that_fails_leaves_no_hook_on_optimizers() -> None:
+    def fails(_: Any) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    before = dict(_global_optimizer_pre_hooks)
+    with virtual_world(2), pytest.raises(ZeroDivisionError):
+        rehearse(replace(gpt(), loss=fails), document(3, "bf16", 1), 2, LENGTH)
+    assert before == _global_optimizer_pre_hooks
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,12 @@ def saved_nbytes(outputs: Iterable[torch.Tensor], weights: Collection[int]) -> i
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
     for name in dir(node):
-        if name.startswith("_raw_saved_"):
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
             value = getattr(node, name)
-            for saved in value if isinstance(value, tuple | list) else (value,):
-                held = pytree.tree_leaves(getattr(saved, "data", None))  # what hooks have made of the tensor
-                yield from (t for t in held if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
+        except RuntimeError:  # given up already, by a gradient that the forward itself has taken
+            continue
+        for saved in value if isinstance(value, tuple | list) else (value,):
+            held = pytree.tree_leaves(getattr(saved, "data", None))  # what hooks have made of the tensor
+            yield from (t for t in held if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))

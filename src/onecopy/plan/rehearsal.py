@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +107,7 @@ def rehearse(
         around: called with (engine, ledger, whereabouts) once the engine stands.
     """
     ledger = ledger or Ledger()
-    with ledger:
+    with ledger, ExitStack() as hooks:  # they go where the model fails too: one is on all optimizers of the process
         model = subject.build()
         model.train()
         if prepare is not None:
@@ -114,9 +115,10 @@ def rehearse(
         model_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         numel = sum(p.numel() for p in model.parameters())
         whereabouts = Whereabouts(model, ledger)
+        hooks.callback(whereabouts.close)
         engine, *_ = onecopy.initialize(model=model, config=config, communicator=communicator_here())
         adopt_state(engine, ledger)
-        adopting = adopt_state_before_steps(engine, ledger)
+        hooks.callback(adopt_state_before_steps(engine, ledger).remove)
         if around is not None:
             around(engine, ledger, whereabouts)
         batch = subject.batch(micro_batch, sequence)
@@ -139,8 +141,6 @@ def rehearse(
         ledger.label()
         resting = ledger.by_category(len(ledger.events))
         units = [(unit.name, sum(flat.numel for flat in unit.buffers)) for unit in engine.units]
-        adopting.remove()
-        whereabouts.close()
         ledger.stop()
         engine.destroy()
     return Rehearsal(ledger, done, model_bytes, numel, resting, units, memory)
