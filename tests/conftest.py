@@ -8,8 +8,12 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
 
 from tests import worlds
+
+settings.register_profile("onecopy", deadline=None)  # how long an example takes says something of the machine only
+settings.load_profile("onecopy")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -102,7 +102,7 @@ def test_a_missing_key_is_a_default_or_a_named_error(path: tuple[str, ...]) -> N
     assert isinstance(result, Config) or ".".join(path) in result, result
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(path=st.sampled_from(PATHS), value=VALUES)
 def test_any_value_of_any_key_loads_or_is_named(path: tuple[str, ...], value: Any) -> None:
     document = copy.deepcopy(FULL)
@@ -123,7 +123,7 @@ def _consequences(path: tuple[str, ...]) -> list[str]:
     return ["scheduler.params"] if path == ("scheduler", "type") else []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(path=st.sampled_from(PATHS), place=st.integers(0, 30), letter=st.sampled_from("abz_3 "))
 def test_a_misspelt_name_loads_with_a_warning_or_is_named(path: tuple[str, ...], place: int, letter: str) -> None:
     name = path[-1][: place % len(path[-1])] + letter + path[-1][place % len(path[-1]) :]
@@ -142,13 +142,13 @@ def test_a_misspelt_name_loads_with_a_warning_or_is_named(path: tuple[str, ...],
         assert any(one.key_path == misspelt and one.verdict == "note" for one in result.findings)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(document=st.dictionaries(st.sampled_from([one[0] for one in PATHS]) | st.text(max_size=12), VALUES, max_size=6))
 def test_any_document_loads_or_gives_one_error(document: dict[str, Any]) -> None:
     _load(document)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=60) | st.sampled_from([json.dumps(FULL)[:n] for n in range(0, 400, 7)]))
 def test_any_string_loads_or_gives_one_error(text: str) -> None:
     _load(text)

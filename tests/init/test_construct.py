@@ -103,7 +103,7 @@ def build_zoo(shapes: list[Shape]) -> None:
         assert_same(model, plain)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     st.lists(
         st.builds(

@@ -131,7 +131,7 @@ def test_every_kind_of_model_at_every_stage(tmp_path: Path, size: int) -> None:
     world(size).run(load_everywhere, str(tmp_path), SHAPE, kinds, stages)
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(
     st.integers(1, 9), st.lists(st.sampled_from(["linear", "wide", "norm", "scalar", "nested", "adapter"]), max_size=3),
     st.booleans(), st.booleans(), st.integers(1, 3),

@@ -62,7 +62,7 @@ def test_every_elementwise_class_is_built_and_accepted(name):
     assert refuse_reason(optimizer) is None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(name=st.sampled_from(ELEMENTWISE), cut=st.integers(0, 12), seed=st.integers(0, 1000))
 def test_stepping_two_pieces_equals_stepping_the_whole(name, cut, seed):
     generator = torch.Generator().manual_seed(seed)

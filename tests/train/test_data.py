@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onecopy.train.data import (
@@ -29,7 +29,6 @@ TEXT = "".join(f"line {number} of a small text\n" for number in range(200))
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8"), min_size=1))
-@settings(deadline=None)
 def test_characters_come_back(text: str) -> None:
     vocabulary = CharacterVocabulary.of(text)
     tokens = vocabulary.encode(text)
