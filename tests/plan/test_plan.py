@@ -28,6 +28,8 @@ from tests.plan.test_exact import LENGTH, gpt
 
 
 def test_plan_answers_with_all_stages_and_verdicts() -> None:
+    answer = plan(gpt(), "8xA100-80GB", sequence=LENGTH, micro_batch=2, checkpointing="full")
+    assert answer.config()["onecopy"] == {"checkpoint_activations": "full"}
     answer = plan(gpt(), "8xA100-80GB", sequence=LENGTH, micro_batch=2, advise=True)
     assert [choice.setting.stage for choice in answer.stages] == [0, 1, 2, 3]
     assert answer.chosen.fits and answer.chosen.allocated <= answer.chosen.reserved <= answer.chosen.bound
@@ -59,6 +61,10 @@ def test_what_cannot_fit_says_the_smallest_change(tmp_path: Path) -> None:
         (lambda: machine("8xA100-80G"), "a100-80gb"),
         (lambda: subject_for("onecopy.train.model:parameter_group"), "parameter_groups"),
         (lambda: machine("0xH100"), "at least 1"),
+        (lambda: machine("H100x8"), "8xH100"),
+        (lambda: plan(gpt(), "8xH100", sequence=0), "at least 1"),
+        (lambda: plan(gpt(), "8xH100", global_batch=12), "16 can"),
+        (lambda: plan(gpt(), "8xH100", config="no_such_file.json"), "cannot be read"),
     ],
 )
 def test_bad_names_get_the_nearest(call: Any, named: str) -> None:

@@ -54,6 +54,8 @@ class Plan:
         """The DeepSpeed-style JSON this plan recommends."""
         best = next((choice for choice in self.settings if choice.fits), self.chosen)
         document = best.setting.config(self.base)
+        if best.setting.checkpointing != "none":
+            document["onecopy"] = {**document.get("onecopy", {}), "checkpoint_activations": best.setting.checkpointing}
         document["train_batch_size"] = best.setting.micro_batch * best.setting.accumulation * self.machine.count
         return document
 
