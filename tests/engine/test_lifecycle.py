@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
 import warnings
 import weakref
 from typing import Any
@@ -245,13 +247,17 @@ def test_a_shard_group_is_the_one_that_was_given(world2: World, stage: int) -> N
 
 
 def ended(stage: int) -> None:
-    groups = len(dist.distributed_c10d._world.pg_map)
+    start(stage).destroy()  # what a process has once is there from now on
+    gc.collect()
+    time.sleep(0.1)  # a thread that was told to end does so soon
+    groups, threads, files = len(dist.distributed_c10d._world.pg_map), in_use("task"), in_use("fd")
     model = Net()
     hooks_before = count_hooks(model)
     engine = start(stage, model)
     assert count_hooks(model) > hooks_before
     for number in range(2):
         step(engine, number)
+    assert in_use("task") > threads
     memories = [weakref.ref(slot.memory) for slot in engine.runtime.slots.slots]
     if stage > 0:  # at stage 0 in fp32 the weights are the masters
         memories += [weakref.ref(flat.master) for unit in engine.units for flat in unit.buffers]
@@ -266,6 +272,16 @@ def ended(stage: int) -> None:
             model(data(0, 0))
     gc.collect()
     assert not [ref for ref in memories if ref() is not None], "buffers outlive the engine"
+    del engine
+    gc.collect()
+    time.sleep(0.1)
+    maps = len({p.untyped_storage()._cdata for p in model.parameters()}) if stage in (1, 2) else 0  # of whole weights
+    assert (in_use("task"), in_use("fd") - maps) == (threads, files), "threads or files outlive the engine"
+
+
+def in_use(kind: str) -> int:
+    """How many threads ("task") or open files ("fd") this process has."""
+    return len(os.listdir(f"/proc/self/{kind}"))
 
 
 def assert_usable(model: nn.Module) -> None:

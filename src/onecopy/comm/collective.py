@@ -91,4 +91,5 @@ class Collective(Communicator):
     def close(self) -> None:
         if dist.is_initialized() and self.reduce_group is not self.group:
             dist.destroy_process_group(self.reduce_group)
+        del self.reduce_group
         super().close()

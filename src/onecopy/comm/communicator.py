@@ -179,3 +179,4 @@ class Communicator(ABC):
             self.watchdog.stop()
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
+        del self.group  # its threads and sockets go with the last reference; None would mean all ranks to torch

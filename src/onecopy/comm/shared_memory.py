@@ -369,6 +369,8 @@ class SharedMemory(PointToPoint):
             ELSEWHERE.discard(mapped.untyped_storage().data_ptr())
         for board in self.boards:
             ELSEWHERE.discard(board.ctypes.data)
+        self.boards.clear()
+        self.board = numpy.empty((0, 0), dtype=numpy.int64)
         self._mapped.clear()
         self._place_of.clear()  # what others still use lives on with its tensors
         self._closer()

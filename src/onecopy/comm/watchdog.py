@@ -89,8 +89,8 @@ class Watchdog:
             work = dist.irecv(torch.empty(1), group=communicator.group, group_src=peer, tag=_BREAKING_TAG)
             if work is not None:
                 work.wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass  # as intended
+        except (RuntimeError, AttributeError):
+            pass  # as intended; or the communicator has been closed meanwhile and has no group any more
 
 
 def _store() -> Any:

@@ -36,3 +36,10 @@ def mark_parameters(model: nn.Module, units: Sequence[Unit], config: Config, com
         }
         for name, value in attributes.items():
             setattr(parameter, name, value)
+
+
+def unmark_parameters(model: nn.Module) -> None:
+    """Take DeepSpeed's attributes off: one of them keeps a process group, and others say that an engine shards the parameter."""
+    for parameter in model.parameters():
+        for name in [name for name in vars(parameter) if name.startswith("ds_")]:
+            delattr(parameter, name)

@@ -14,7 +14,7 @@ from onecopy.engine import assemble
 from onecopy.engine.accumulation import AccumulationWindow
 from onecopy.engine.agreement import agree_on_model, hash_of
 from onecopy.engine.answers import Answers
-from onecopy.engine.attributes import mark_parameters
+from onecopy.engine.attributes import mark_parameters, unmark_parameters
 from onecopy.engine.blocks import BlockMethods
 from onecopy.engine.contract import Contract
 from onecopy.engine.dtypes import move_buffers
@@ -391,6 +391,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         self.runtime.detach()
         self._leave_blocks()
         self._free()
+        unmark_parameters(self.module)
         self.reporter.close()
         self.communicator.close()
 
