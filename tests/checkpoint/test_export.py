@@ -168,7 +168,11 @@ def load_dictionary(folder: str, stage: int) -> Any:
     engine = small.make_engine(stage, "bf16", seed=3)
     small.train(engine, 0, 1)
     given = small.make_model(8).state_dict()
+    versions: list[Any] = []
+    hook = engine.module.register_load_state_dict_pre_hook(lambda *call: versions.append(call[3].get("version")))
     engine.load_module_state_dict({"module": given})
+    hook.remove()
+    assert versions == [1], "torch's record of module versions is lost"
     first = get_whole(engine)
     engine.save_checkpoint(folder, "given")
     small.train(engine, 1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,10 @@ def load_whole_weights(
     """
 
     def load(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        complete = copy.copy(src)  # with the versions of modules that torch keeps beside the tensors
         own = dst.state_dict() if may_miss else {}
-        dst.load_state_dict({**{name: own[name] for name in may_miss if name in own}, **src}, strict=strict)
+        complete.update({name: own[name] for name in may_miss if name in own})
+        dst.load_state_dict(complete, strict=strict)
 
     engine._clear_window()
     call_custom_load(engine, source, function or load)

@@ -194,6 +194,6 @@ class Persistence:
         from onecopy.checkpoint.custom_load import load_whole_weights
 
         found = checkpoint.get("module", checkpoint)
-        weights = dict(found if isinstance(found, dict) else checkpoint)
+        weights = found if isinstance(found, dict) else checkpoint
         missing = [name for name in allowed_missing_keys or () if name not in weights]
         load_whole_weights(cast("Engine", self), weights, strict, custom_load_fn, missing)
