@@ -1,4 +1,4 @@
-"""What the `deepspeed` module's engine, optimizer and parameters are beyond onecopy's own, on two ranks."""
+"""What the `deepspeed` module's engine, optimizer and parameters are beyond onecopy's own."""
 
 from __future__ import annotations
 
@@ -133,6 +133,19 @@ def _checkpoints_have_the_script_and_deepspeeds_errors() -> None:
     engine.destroy()
 
 
+def _frozen_parameters_of_one_rank_have_the_methods() -> None:
+    import deepspeed
+
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1))
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "optimizer": {"type": "Adam"}}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    trained, frozen = model[1].weight, model[0].weight
+    trained.all_gather([trained, frozen])
+    assert frozen.ds_summary()["status"] == "AVAILABLE" and frozen.partition_numel() == 16
+    trained.partition([trained, frozen])
+    engine.destroy()
+
+
 CHECKS = [
     _optimizer_tells_its_mode,
     _counting_step_applies_nothing,
@@ -144,6 +157,10 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_two_ranks(world2: World, check: Callable[[], None]) -> None:
     world2.run(_with_deepspeed, check)
+
+
+def test_on_one_rank(world1: World) -> None:
+    world1.run(_with_deepspeed, _frozen_parameters_of_one_rank_have_the_methods)
 
 
 def _with_deepspeed(check: Callable[[], None]) -> None:

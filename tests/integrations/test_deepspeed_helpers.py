@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onecopy.integrations.deepspeed.launcher import parse_args, run_words
+from onecopy.integrations.deepspeed.launcher import chosen_devices, parse_args, run_words
 from tests.commands import run_python
 
 HELPERS = """
@@ -105,7 +105,12 @@ def test_the_commands_options_are_those_of_onecopy_run(tmp_path: Path) -> None:
         "--force --nproc 4 --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 --pass-local-rank t.py"
     )
     (tmp_path / "hosts").write_text("localhost slots=3  # this one\n")
-    assert words(f"-H {tmp_path}/hosts -e localhost:1 t.py").startswith("--force --nproc 2 ")
-    for refused in ("--num_nodes 2 t.py", "--include a:0@b:1 t.py", "--autotuning run t.py"):
+    excluding = f"-H {tmp_path}/hosts -e localhost:1 t.py"
+    assert words(excluding).startswith("--force --nproc 2 ") and chosen_devices(parse_args(excluding.split())) == [
+        "0",
+        "2",
+    ]
+    everything = f"-H {tmp_path}/hosts -e localhost:0,1,2 t.py"
+    for refused in ("--num_nodes 2 t.py", "--include a:0@b:1 t.py", "--autotuning run t.py", everything):
         with pytest.raises(SystemExit, match="deepspeed: "):
             words(refused)

@@ -98,11 +98,19 @@ def _ranks(options: argparse.Namespace) -> int:
     """Ranks on this machine: as said, as many as chosen devices, as the hostfile's first line says, or one a device."""
     if options.num_gpus > 0:
         return int(options.num_gpus)
-    chosen = _devices(options.include)
-    if chosen:
-        return len(chosen)
-    slots = _slots(options.hostfile)
-    return max(1, (slots or _device_count()) - len(_devices(options.exclude)))
+    return len(chosen_devices(options)) or _slots(options.hostfile) or _device_count()
+
+
+def chosen_devices(options: argparse.Namespace) -> list[str]:
+    """The numbers of the devices to use; none where all are. SystemExit if all are left out."""
+    left_out = _devices(options.exclude)
+    if options.include or not left_out:
+        return _devices(options.include)
+    every = map(str, range(_slots(options.hostfile) or _device_count()))
+    found = [number for number in every if number not in left_out]
+    if not found:
+        raise SystemExit(f"deepspeed: --exclude {options.exclude} leaves no device of this machine")
+    return found
 
 
 def _devices(text: str) -> list[str]:
@@ -137,7 +145,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """The command: start the ranks, and exit as they did."""
     options = parse_args(args)
     variables = dict(os.environ)
-    chosen = _devices(options.include)
+    chosen = chosen_devices(options)
     if chosen:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     raise SystemExit(subprocess.call([sys.executable, "-m", "onecopy", "run", *run_words(options)], env=variables))

@@ -26,9 +26,8 @@ def complete_parameters(engine: Engine) -> None:
     """Give the parameters of a stage-3 engine DeepSpeed's methods. Not collective."""
     if engine.zero_optimization_stage() != 3:
         return
-    for unit in engine.units:
-        for parameter in unit.parameters():
-            _Methods(parameter, engine.dp_world_size).hang_on(parameter)
+    for parameter in engine.module.parameters():
+        _Methods(parameter, engine.dp_world_size).hang_on(parameter)
 
 
 class _Methods:
