@@ -7,6 +7,19 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+_COMPRESSED_ROWS, _COMPRESSED_COLUMNS = (
+    ("crow_indices", "col_indices", "values"),
+    ("ccol_indices", "row_indices", "values"),
+)
+_PARTS: dict[torch.layout, tuple[str, ...]] = {  # of tensors that have no storage themselves
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+    torch._mkldnn: (),  # type: ignore[attr-defined]  # its bytes cannot be asked for
+}
+
 
 def saved_nbytes(outputs: Iterable[torch.Tensor], weights: Collection[int]) -> int:
     """Bytes of all storages that the graph behind `outputs` keeps, each counted once.
@@ -43,4 +56,7 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
             continue
         for saved in value if isinstance(value, tuple | list) else (value,):
             held = pytree.tree_leaves(getattr(saved, "data", None))  # what hooks have made of the tensor
-            yield from (t for t in held if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
+            for tensor in held:
+                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
+                    parts = _PARTS.get(tensor.layout)
+                    yield from [tensor] if parts is None else [getattr(tensor, part)() for part in parts]
