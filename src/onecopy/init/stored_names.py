@@ -31,7 +31,22 @@ class Conversion:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def run(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The results, whole, by the model's names. Memory: sources and results."""
+        """The results, whole, by the model's names. Memory: sources and results.
+
+        Raises:
+            ModelError: the conversion, which is another library's code, fails.
+        """
+        try:
+            return self._converted(read)
+        except (ModelError, OSError):
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"'{self.name}' cannot be made of {len(self.sources)} tensors of the files, '{self.sources[0][0]}' first "
+                f"({type(error).__name__}: {error}); from_pretrained and save_pretrained write files that need no conversion"
+            ) from error
+
+    def _converted(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)
         for stored, pattern in self.sources:
             converter.add_tensor(self.name, stored, pattern, read(stored))
@@ -104,14 +119,7 @@ def _foresee(conversion: Conversion, stored: Mapping[str, StoredTensor]) -> None
     def imagined(name: str) -> torch.Tensor:
         return torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta")
 
-    try:
-        results = conversion.run(imagined)
-    except Exception as error:  # it is another library's code
-        raise ModelError(
-            f"'{conversion.name}' cannot be made of {len(conversion.sources)} tensors of the files, '{conversion.sources[0][0]}' "
-            f"first ({type(error).__name__}: {error}); from_pretrained and save_pretrained write files that need no conversion"
-        ) from error
-    conversion.shapes = {name: tuple(value.shape) for name, value in results.items()}
+    conversion.shapes = {name: tuple(value.shape) for name, value in conversion.run(imagined).items()}
 
 
 def _prefixed(model: nn.Module, stored: Mapping[str, StoredTensor], names: set[str]) -> Callable[[str], str]:
