@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
@@ -132,6 +132,7 @@ def test_every_kind_of_model_at_every_stage(tmp_path: Path, size: int) -> None:
 
 
 @settings(max_examples=2)
+@example(1, [], True, False, 2)  # a tied weight is used twice in a row, by two biases
 @given(
     st.integers(1, 9), st.lists(st.sampled_from(["linear", "wide", "norm", "scalar", "nested", "adapter"]), max_size=3),
     st.booleans(), st.booleans(), st.integers(1, 3),

@@ -113,9 +113,10 @@ def _alias(parameter: EarlyParameter) -> EarlyAlias:
 
 
 def _parameter_of(leaf: Any) -> nn.Parameter | None:
-    if isinstance(leaf, EarlyParameter):
-        return leaf
-    return leaf.of if isinstance(leaf, EarlyAlias) else None
+    """The sharded parameter that an argument is or stands for; also one that is whole now, which the call must not lose."""
+    if isinstance(leaf, EarlyAlias):
+        return leaf.of
+    return leaf if isinstance(leaf, nn.Parameter) and early_shard(leaf) is not None else None
 
 
 def _not_gathered(touched: list[nn.Parameter], func: Callable[..., Any]) -> str:
