@@ -2,7 +2,7 @@
 
 Run as a program: `kill_loop.py FOLDER ROUNDS SEED`. A round loads the newest complete checkpoint and compares every loss
 with the uninterrupted run's, to the bit; a last one trains to the end. Nothing is tried twice: a rank that does not load, one
-that has ended before anybody was killed, and any error that is not a killed peer's, fails the loop. Ranks are forked, so
+that fails before anybody was killed, and any error that is not a killed peer's, fails the loop. Ranks are forked, so
 that a round costs no import.
 """
 
@@ -95,8 +95,9 @@ def main() -> int:
         os.close(reading)
         time.sleep(draw.uniform(0.0, 0.3))
         only_one = draw.random() < 0.3
-        if any(os.waitpid(child, os.WNOHANG)[0] for child in children):
-            print(f"WRONG: round {number}: a rank ended although nobody was killed")
+        ended = [os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) for child in children]
+        if any(result is not None and result.si_status != 0 for result in ended):  # 0: it came to the last step
+            print(f"WRONG: round {number}: a rank failed although nobody was killed")
             return 3
         victims = [draw.choice(children)] if only_one else children
         for victim in victims:

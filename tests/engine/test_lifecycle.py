@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onecopy
-from onecopy.errors import CommunicationError, ReleasedParameterError
+from onecopy.errors import CommunicationError, ModelError, ReleasedParameterError
 from tests.engine.small_net import WIDTH, Net, data, one_loss, start, step, wanted
 from tests.reference import assert_weights, configuration, full_masters, plain_weights, residue_of
 from tests.worlds import World
@@ -263,6 +263,9 @@ def ended(stage: int) -> None:
         memories += [weakref.ref(flat.master) for unit in engine.units for flat in unit.buffers]
     engine.destroy()
     engine.destroy()  # a second time is harmless
+    for method in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        with pytest.raises(ModelError, match="destroyed"):
+            method("anywhere")
     assert count_hooks(model) == hooks_before
     assert len(dist.distributed_c10d._world.pg_map) == groups
     if stage < 3:  # whole parameters outlive the engine

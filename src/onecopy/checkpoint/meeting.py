@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,10 @@ from onecopy.errors import CheckpointError
 
 _POLL_SECONDS = 0.005
 _BEAT_SECONDS = 1.0
+
+
+class StoreLost(CheckpointError):
+    """The process in which the ranks' store lives, rank 0's as a rule, has ended."""
 
 
 class Meeting:
@@ -119,28 +124,40 @@ class Meeting:
                 self.publish("parted", None)
             else:
                 self._gather("parted", list(range(1, self.world_size)))  # one that does not come has its own error
-        except RuntimeError:
-            pass  # the store has gone already, and nothing is needed from it any more
+        except StoreLost:
+            pass  # nothing is needed from it any more
 
     def leave(self) -> None:
         """Take back what this rank published."""
         if self._store is not None:
-            for key in self._set:
-                self._store.delete_key(key)
+            try:
+                for key in self._set:
+                    self._ask(self._store.delete_key, key)
+            except StoreLost:
+                pass  # and all keys with it
         self._set = []
 
     # ------------------------------------------------------------------------------------------------------- internals
     def _write(self, name: str, value: Any) -> None:
         key = f"{self._prefix}/{name}"
-        self._store.set(key, zlib.compress(json.dumps(value).encode(), 1))
+        self._ask(self._store.set, key, zlib.compress(json.dumps(value).encode(), 1))
         if key not in self._set:
             self._set.append(key)
 
     def _read(self, name: str) -> Any:
-        return json.loads(zlib.decompress(self._store.get(f"{self._prefix}/{name}")))
+        return json.loads(zlib.decompress(self._ask(self._store.get, f"{self._prefix}/{name}")))
 
     def _has(self, name: str) -> bool:
-        return bool(self._store.check([f"{self._prefix}/{name}"]))
+        return bool(self._ask(self._store.check, [f"{self._prefix}/{name}"]))
+
+    def _ask(self, question: Callable[..., Any], *values: Any) -> Any:
+        try:
+            return question(*values)
+        except RuntimeError as error:
+            raise StoreLost(
+                f"{self.what}: the connection to the process that holds the ranks' store, rank 0 as a rule, was lost "
+                f"({str(error).splitlines()[0]}); look at its output for the cause"
+            ) from error
 
     def _gather(self, step: str, ranks: list[int] | None = None) -> tuple[dict[int, Any], list[int]]:
         """Values by rank, and the ranks that stayed silent."""

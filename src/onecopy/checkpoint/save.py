@@ -24,7 +24,7 @@ import torch
 
 from onecopy.checkpoint import dcp, folder, manifest, random_state, state
 from onecopy.checkpoint.manifest import Manifest, ModelEntry, file_problems
-from onecopy.checkpoint.meeting import Meeting
+from onecopy.checkpoint.meeting import Meeting, StoreLost
 from onecopy.checkpoint.pieces import Piece, model_entries, model_pieces, optimizer_pieces
 from onecopy.checkpoint.writer import Written, write_file, write_pieces
 from onecopy.errors import CheckpointError
@@ -286,12 +286,10 @@ def _leaders_word(job: Job) -> dict[str, str]:
     try:
         answer: dict[str, str] = job.meeting.of_rank("done", min(job.members))
         return answer
-    except CheckpointError:
-        raise
-    except RuntimeError as error:
+    except StoreLost as error:
         if (job.directory / job.tag / manifest.NAME).exists() and not (job.directory / job.temporary).exists():
             return {"problem": ""}
-        return {"problem": f"the connection to rank {min(job.members)} was lost ({str(error).splitlines()[0]})"}
+        return {"problem": str(error)}
 
 
 def _lead(job: Job, written: Written) -> str:

@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -121,8 +122,8 @@ class Communicator(ABC):
         if self.world_size == 1 or tensor.numel() == 0:
             return
         self.counters.add("broadcast", tensor.nbytes if self.rank == source else 0)
-        work = dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
-        self.wait_for(work.wait, f"broadcast of {label} from rank {source}")
+        start = partial(dist.broadcast, tensor, group=self.group, group_src=source, async_op=True)
+        self.wait_for(lambda: start().wait(), f"broadcast of {label} from rank {source}")
 
     def swap(self, sent: torch.Tensor, sent_counts: list[int], counts: list[int], label: str) -> torch.Tensor:
         """Send every rank its part of `sent`, and return what the ranks sent to this one; parts lie in rank order.
@@ -132,8 +133,8 @@ class Communicator(ABC):
         """
         received = sent.new_empty(sum(counts))
         self.counters.add("swap", (sent.numel() - sent_counts[self.rank]) * sent.element_size())
-        work = dist.all_to_all_single(received, sent, counts, sent_counts, group=self.group, async_op=True)
-        self.wait_for(work.wait, f"swap of {label}")
+        start = partial(dist.all_to_all_single, received, sent, counts, sent_counts, group=self.group, async_op=True)
+        self.wait_for(lambda: start().wait(), f"swap of {label}")
         return received
 
     def read(self, tensor: torch.Tensor) -> list[Any] | None:
@@ -155,11 +156,12 @@ class Communicator(ABC):
         try:
             wait()
         except RuntimeError as error:
-            raise CommunicationError(self._explain(what, error)) from error
+            raise CommunicationError(self.explain(what, error)) from error
         finally:
             self.waiting = None
 
-    def _explain(self, what: str, error: RuntimeError) -> str:
+    def explain(self, what: str, error: RuntimeError) -> str:
+        """The sentence for a transfer that failed: what it was, and what the causes may be."""
         if self.watchdog is not None and self.watchdog.finding is not None:
             return (
                 f"the ranks wait for each other: {self.watchdog.finding}. They made different calls, or took different "

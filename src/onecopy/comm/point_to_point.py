@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from onecopy.comm.communicator import Communicator, PendingGather, PendingReduce
 from onecopy.comm.wire import Wire
+from onecopy.errors import CommunicationError
 
 LARGEST_WORLD = 8  # ranks; above it one message a pair costs more than gloo's ring
 
@@ -62,15 +63,21 @@ class PointToPoint(Communicator):
 
     def start_gather(self, wire: Wire, key: int, label: str) -> PendingGather:
         peers, parts, own = self.peers, wire.parts, [wire.own]
-        receives = [self.group.recv([parts[peer]], peer, 2 * key) for peer in peers]
-        sends = [self.group.send(own, peer, 2 * key) for peer in peers]
+        try:
+            receives = [self.group.recv([parts[peer]], peer, 2 * key) for peer in peers]
+            sends = [self.group.send(own, peer, 2 * key) for peer in peers]
+        except RuntimeError as error:  # the other rank has ended already
+            raise CommunicationError(self.explain(f"gather of {label}", error)) from error
         self.counters.add("agree" if key == 0 else "gather", wire.own.nbytes * len(peers))
         return _Gather(self, receives, sends, label)
 
     def start_reduce(self, wire: Wire, key: int, label: str) -> PendingReduce:
         peers, parts, pieces = self.peers, wire.parts, wire.pieces(self.rank)
-        receives = [self.group.recv([pieces[peer]], peer, 2 * key + 1) for peer in peers]
-        sends = [self.group.send([parts[peer]], peer, 2 * key + 1) for peer in peers]
+        try:
+            receives = [self.group.recv([pieces[peer]], peer, 2 * key + 1) for peer in peers]
+            sends = [self.group.send([parts[peer]], peer, 2 * key + 1) for peer in peers]
+        except RuntimeError as error:
+            raise CommunicationError(self.explain(f"reduce of {label}", error)) from error
         self.counters.add("reduce", wire.own.nbytes * len(peers))
         return _Reduce(self, receives, sends, pieces, label)
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from onecopy.errors import ModelError
+
 if TYPE_CHECKING:
     import torch
 
@@ -56,7 +58,7 @@ class Persistence:
         """
         from onecopy.checkpoint.parts import part_folder
 
-        cast("Engine", self)._check_states_are_here()
+        self._check_there_is_state()
         save_dir = part_folder(self.model_parallel, save_dir)
         return self._checkpoint_saver().save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
@@ -89,7 +91,7 @@ class Persistence:
         from onecopy.checkpoint.load import Loader, Wanted
         from onecopy.checkpoint.parts import common_tag, part_folder
 
-        cast("Engine", self)._check_states_are_here()
+        self._check_there_is_state()
         self.wait_for_checkpoint()
         runtime = cast("Engine", self).runtime
         if runtime.micro_batches == 0:
@@ -101,6 +103,14 @@ class Persistence:
         )
         load_dir = part_folder(self.model_parallel, load_dir)
         return self._loader.load(load_dir, common_tag(self.model_parallel, load_dir, tag), wanted)
+
+    def _check_there_is_state(self) -> None:
+        engine = cast("Engine", self)
+        if engine._destroyed:
+            raise ModelError(
+                "the engine has been destroyed and holds no state; save before destroy(), or initialize anew"
+            )
+        engine._check_states_are_here()
 
     def wait_for_checkpoint(self) -> None:
         """Return when an asynchronous save is complete; raise what it failed with. Not collective."""
@@ -132,7 +142,7 @@ class Persistence:
         from onecopy.checkpoint.export import Exporter
         from onecopy.checkpoint.parts import part_folder
 
-        cast("Engine", self)._check_states_are_here()
+        self._check_there_is_state()
         if self._exporter is None:
             self._exporter = Exporter(cast("Engine", self))
         save_dir = part_folder(self.model_parallel, save_dir)
@@ -146,7 +156,7 @@ class Persistence:
         """All weights in the dtype they are computed in, on rank 0's host; None on the other ranks."""
         from onecopy.checkpoint.export import consolidated
 
-        cast("Engine", self)._check_states_are_here()
+        self._check_there_is_state()
         return consolidated(cast("Engine", self), exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(
