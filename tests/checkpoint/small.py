@@ -96,8 +96,7 @@ def train(engine: Any, first: int, last: int) -> list[float]:
         loss = engine(batch(step))
         engine.backward(loss)
         engine.step()
-        total = loss.detach().double().clone()
-        torch.distributed.all_reduce(total)
+        total = engine.communicator.sum_vector(loss.detach().double().reshape(1), "loss")
         losses.append(total.item() / torch.distributed.get_world_size())
     return losses
 
