@@ -248,7 +248,9 @@ class SharedMemory(PointToPoint):
             try:
                 found = self._mapped[(peer, number)] = open_of(self._processes[peer], number)
             except OSError as error:
-                raise RuntimeError(f"the memory of rank {peer} cannot be mapped: {error}") from error
+                raise CommunicationError(
+                    f"the memory of rank {peer} cannot be mapped ({error}): as a rule its process has ended; look at its output"
+                ) from error
         start = offset + (peer if place is None else place) * like.nbytes
         return found[start : start + like.nbytes].view(like.dtype)
 
