@@ -72,7 +72,7 @@ class PointToPoint(Communicator):
         return _Gather(self, receives, sends, label)
 
     def start_reduce(self, wire: Wire, key: int, label: str) -> PendingReduce:
-        peers, parts, pieces = self.peers, wire.parts, wire.pieces(self.rank)
+        peers, parts, pieces = self.peers, wire.parts, wire.pieces()
         try:
             receives = [self.group.recv([pieces[peer]], peer, 2 * key + 1) for peer in peers]
             sends = [self.group.send([parts[peer]], peer, 2 * key + 1) for peer in peers]

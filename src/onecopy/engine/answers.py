@@ -1,4 +1,4 @@
-"""What the engine answers about a run under way: counters, rates, norms, sizes, bytes."""
+"""What the engine answers about a run under way: counters, rates, sizes, bytes."""
 
 from typing import Any
 
@@ -7,56 +7,20 @@ import torch
 from onecopy.comm import Communicator
 from onecopy.engine.accumulation import AccumulationWindow
 from onecopy.engine.getters import ConfigGetters
+from onecopy.engine.outcomes import Outcomes
 from onecopy.engine.reporting import Reporter
-from onecopy.optim.loss_scale import LossScaler
-from onecopy.optim.step import StepOutcome
 from onecopy.optim.wrapper import ShardedOptimizer
 
 
-class Answers(ConfigGetters):
+class Answers(ConfigGetters, Outcomes):
     """Mixed into the engine, which sets the attributes named here."""
 
     communicator: Communicator
     window: AccumulationWindow
     reporter: Reporter
-    scaler: LossScaler | None
     optimizer: ShardedOptimizer | None
     basic_optimizer: torch.optim.Optimizer | None
     device: torch.device
-    _outcome: StepOutcome | None
-    _skipped: int
-    _step_applied: bool
-    _between_boundaries = False  # the last step() only counted
-
-    def _read_outcomes(self) -> None:
-        raise NotImplementedError("the engine reads the outcomes of its steps")
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps left out because a gradient was not finite. Waits for the device."""
-        self._read_outcomes()
-        return self._skipped
-
-    @skipped_steps.setter
-    def skipped_steps(self, value: int) -> None:
-        self._skipped = value
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the weights: not off a boundary, nor when skipped. Waits for the device."""
-        self._read_outcomes()
-        return self._step_applied and not self._between_boundaries
-
-    def _last_update_applied(self) -> bool:
-        """Whether the last boundary changed the weights, or there was none yet. Waits for the device."""
-        self._read_outcomes()
-        return self._step_applied or self._outcome is None
-
-    def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the last step's mean gradient before clipping, the same on all ranks; None before the first step."""
-        if self._outcome is None:
-            return None
-        read = self.communicator.read(self._outcome.norm.view(1))
-        return None if read is None else (read[0] if read[0] == read[0] else float("inf"))
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []

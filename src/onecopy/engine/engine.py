@@ -316,31 +316,6 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
             self.runtime.slots.assign([unit for unit in order if unit.sharded])
             self.gradients.set_order(self._reduce_order())
 
-    @property
-    def _reads_at_once(self) -> bool:
-        """Whether the host waits for a step's outcome: only where that is free, or where a schedule depends on it."""
-        return self.device.type == "cpu" or self.scaler is not None or self.lr_scheduler is not None
-
-    def _read_outcomes(self) -> None:
-        """Take in what finished steps found: counters, loss scale, a word about skipped steps."""
-        unread, self._unread = self._unread, []
-        for outcome in unread:
-            found = self.communicator.read(outcome.found_inf.view(1))
-            overflow = bool(found and found[0])
-            self._step_applied = not overflow
-            if overflow:
-                self._skipped += 1
-                detail = ""
-                if self.scaler is not None and self.scaler.scale <= self.configuration.fp16.min_loss_scale:
-                    detail = self._where_not_finite()
-                self.reporter.skipped(self.global_steps + 1, self.scaler)
-            if self.scaler is not None:
-                self.scaler.update(overflow, detail if overflow else "")
-
-    def _where_not_finite(self) -> str:
-        names = self.optimizer_step.non_finite_names()
-        return f"gradients that are not finite on rank {self.communicator.rank}: {', '.join(names[:5]) or 'none here'}"
-
     def _step_scheduler(self, lr_kwargs: dict[str, Any]) -> None:
         if self.lr_scheduler is not None and self._step_applied:
             self.lr_scheduler.step(**lr_kwargs)

@@ -264,7 +264,7 @@ class Gradients:
         else:
             gradient.slot = self._acquire()
             region = gradient.slot.region(gradient.flat, gradient.wire_dtype)
-            gradient.pending, gradient.pending_views = region.whole, region.views
+            gradient.pending, gradient.pending_views = region.wire.buffer, region.views
 
     def _open_whole(self, gradient: FlatGradient) -> None:
         if self.alone:
@@ -293,7 +293,7 @@ class Gradients:
         region = slot.region(gradient.flat, gradient.wire_dtype)
         if gradient.slot is None:
             assert gradient.pending is not None
-            region.whole.copy_(gradient.pending)
+            region.wire.buffer.copy_(gradient.pending)
         if gradient.whole is not None and gradient.shard is None:
             gradient.shard = self._new_sum(gradient)  # now, while `whole` is the buffer that has just left
         gradient.left = True

@@ -9,12 +9,11 @@ class Region:
     """A flat buffer's weights or gradients in a slot.
 
     Attributes:
-        whole: [n] of `dtype`.
-        wire: it, ready to travel.
+        wire: its buffer [n] of `dtype`, ready to travel.
         views: the parameters' own shapes in it, in the layout's order.
     """
 
-    __slots__ = ("views", "whole", "wire")
+    __slots__ = ("views", "wire")
 
     def __init__(
         self,
@@ -24,8 +23,8 @@ class Region:
         dtype: torch.dtype,
         scratch: torch.Tensor | None = None,
     ) -> None:
-        self.whole = memory[offset : offset + flat.numel * dtype.itemsize].view(dtype)
-        self.views = flat.views(self.whole)
+        whole = memory[offset : offset + flat.numel * dtype.itemsize].view(dtype)
+        self.views = flat.views(whole)
         if scratch is not None:
             scratch = scratch[: (flat.numel - flat.layout.shard_numel) * dtype.itemsize].view(dtype)
-        self.wire = flat.communicator.wire(self.whole, scratch)
+        self.wire = flat.communicator.wire(whole, scratch)

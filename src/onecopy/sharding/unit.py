@@ -117,7 +117,7 @@ class Unit:
         if flat.whole is not None:
             return flat.whole
         assert self.slot is not None
-        return self.slot.region(flat, self._offsets[self.sharded.index(flat)]).whole
+        return self.slot.region(flat, self._offsets[self.sharded.index(flat)]).wire.buffer
 
     def finish_refresh(self) -> None:
         for flat in self.whole:
