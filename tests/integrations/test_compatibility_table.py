@@ -20,11 +20,11 @@ def rows(part: str) -> list[tuple[list[str], str]]:
 def test_every_row_has_a_verdict() -> None:
     found = [verdict for part in ("Top level", "Engine", "Modules") for _, verdict in rows(part)]
     assert len(found) > 40
-    assert set(found) <= {"honoured", "differs", "refused", "absent"}
+    assert set(found) == {"honoured", "differs", "refused"}
 
 
-def test_the_engine_has_what_the_table_says_and_nothing_that_it_calls_absent() -> None:
-    for names, verdict in rows("Engine"):
+def test_the_engine_has_what_the_table_says() -> None:
+    for names, _ in rows("Engine"):
         for name in names:
             if "*" not in name:
-                assert hasattr(onecopy.Engine, name) == (verdict != "absent"), name
+                assert hasattr(onecopy.Engine, name), name
