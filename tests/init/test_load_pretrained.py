@@ -223,6 +223,43 @@ def test_what_does_not_fit_is_said_on_every_rank(world2: World, tmp_path: Path) 
     assert "model-2-of-2.safetensors, which is not there" in said("parts")
 
 
+def use_pages(folder: str) -> None:
+    """Train a model whose weights are a file's pages, and write other weights where the file was."""
+    file, plain = Path(folder) / "model.safetensors", reference(SHAPE)
+    content = file.read_bytes()
+    with torch.device("meta"):
+        trained, kept = Tabled(SHAPE), Tabled(SHAPE)
+    for model in (trained, kept):
+        found = onecopy.load_pretrained(model, folder)
+        parameters = dict(model.named_parameters())
+        assert all(p.untyped_storage().nbytes() == p.nbytes for p in parameters.values())
+        stored = {id(tensor): tensor.nbytes for tensor in model.state_dict(keep_vars=True).values()}
+        assert found.bytes_read == sum(stored.values())
+        assert file.name in Path("/proc/self/maps").read_text()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+    trained(batch(SHAPE, 0, 0, 0)[0]).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(trained.blocks[0].back.weight, plain.blocks[0].back.weight)
+    assert file.read_bytes() == content
+    engine, *_ = onecopy.initialize(model=trained, config=configuration(2))
+    engine.save_16bit_model(folder, file.name)
+    assert file.read_bytes() != content
+    for name, parameter in kept.named_parameters():
+        assert torch.equal(parameter, plain.get_parameter(name)), name
+    with torch.device("meta"):
+        again = Tabled(SHAPE)
+    onecopy.load_pretrained(again, folder)
+    save(plain, Path(folder))
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, trained.get_parameter(name)), name
+    engine.destroy()
+
+
+def test_one_rank_has_the_files_pages_and_no_file_changes(tmp_path: Path) -> None:
+    save(reference(SHAPE), tmp_path)
+    world(1).run(use_pages, str(tmp_path))
+
+
 LAYERS, WIDTH = 24, 1024
 
 

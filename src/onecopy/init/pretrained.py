@@ -1,7 +1,7 @@
 """`load_pretrained`: weights go from files straight into the shards; no rank reads what it does not keep.
 
 Host memory a rank: its shard, and at most one block of a tensor while dtypes are converted. Tensors that transformers makes
-of several, or splits, are whole for a moment, one at a time.
+of several, or splits, are whole for a moment, one at a time. A model that nobody shards gets the files' own pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onecopy.engine.meta_buffers import materialise_buffers
 from onecopy.errors import ModelError
 from onecopy.init.stored_names import Conversion, understand
 from onecopy.init.stored_weights import WeightFiles
-from onecopy.init.targets import Target, all_names, allot, targets_of_engine, targets_of_model
+from onecopy.init.targets import Target, all_names, allot, assign, targets_of_engine, targets_of_model
 from onecopy.sharding.early import borrowed_communicator
 from onecopy.sharding.early_parameter import settle_all
 
@@ -36,7 +36,7 @@ class LoadedWeights:
     Attributes:
         missing: parameters and buffers of the model that the files lack; they keep what they had.
         unexpected: tensors of the files that the model lacks.
-        bytes_read: bytes of tensors that this rank read.
+        bytes_read: bytes of tensors that this rank read, or mapped.
     """
 
     missing: tuple[str, ...]
@@ -52,7 +52,9 @@ def load_pretrained(
 
     Args:
         engine_or_model: an engine, at any stage; or a model, whose parameters on the meta device become sharded as
-            `zero.Init` does it (real in a world of one rank), and whose other parameters are filled where they are.
+            `zero.Init` does it, and whose other parameters are filled where they are. In a world of one rank those of the meta
+            device become real; on the CPU and with the files' dtype they are the files' pages, mapped and private to the
+            process as with `from_pretrained`: nothing is copied until it is written to, and the files stay as they are.
         path: a file, or a folder with one or with several and their index, as `save_pretrained` writes it: safetensors, or
             the files of `torch.save` of older models (`pytorch_model.bin`), of which no code is run.
         strict: False lets the files lack tensors of the model and have others.
@@ -195,6 +197,10 @@ def _fill(
     for target, source in pairs:
         parameter = parameters.get(target.names[0])
         if parameter is not None and parameter.is_meta:
+            mapped = _mapped(target, source, files, communicator)
+            if mapped is not None:
+                assign(parameter, mapped)
+                continue
             allot(parameter, target, communicator)
         if isinstance(source, Conversion):
             together.setdefault(source, []).append(target)
@@ -206,6 +212,15 @@ def _fill(
     for conversion, targets in together.items():
         if any(target.pieces or target.holder is not None for target in targets):
             _fill_converted(conversion, targets, files)
+
+
+def _mapped(
+    target: Target, source: str | Conversion, files: WeightFiles, communicator: Communicator
+) -> torch.Tensor | None:
+    """The file's own pages for a tensor that this rank keeps whole, where those can be had."""
+    if communicator.world_size > 1 or communicator.device.type != "cpu" or isinstance(source, Conversion):
+        return None
+    return files.mapped(source, target.dtype)
 
 
 def _fill_converted(conversion: Conversion, targets: Sequence[Target], files: WeightFiles) -> None:

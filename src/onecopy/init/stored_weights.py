@@ -1,7 +1,8 @@
 """Read ranges of tensors out of files of weights: what they hold first, then no more bytes than asked for.
 
 A folder is one file, or several that an index file (`*.index.json`) lists: safetensors, or where there are none the files of
-`torch.save` that older models come in. Nothing is mapped into memory, so what a rank does not own never counts as its memory.
+`torch.save` that older models come in. Ranges are not mapped into memory, so what a rank does not own never counts as its
+memory; a tensor that is kept whole and as it is can be.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class WeightFiles:
 
     Attributes:
         tensors: by name.
-        bytes_read: bytes of tensors read so far.
+        bytes_read: bytes of tensors read so far, or mapped.
 
     Raises:
         ModelError: there is no such file, or one is damaged or of another kind; names it and the fix.
@@ -37,6 +38,7 @@ class WeightFiles:
         self.tensors: dict[str, StoredTensor] = {}
         self.bytes_read = 0
         self._descriptors: dict[Path, int] = {}
+        self._mappings: dict[Path, Any] = {}  # torch.UntypedStorage of a whole file
         self._scratch = torch.empty(0, dtype=torch.uint8)
         wanted, files = _files_of(self.path)
         for file in files:
@@ -55,6 +57,7 @@ class WeightFiles:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+        self._mappings.clear()
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill the flat tensor `out` with elements `[start, start + out.numel())` of the tensor `name`, in `out`'s dtype."""
@@ -77,6 +80,23 @@ class WeightFiles:
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         self.read(name, 0, tensor.view(-1))
         return tensor
+
+    def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """The whole tensor as the file's own pages, of which this process gets copies when it writes to them.
+
+        None where it cannot be: the dtype is another one, its bytes are not aligned, or the file is not of safetensors. Whoever
+        writes safetensors puts a new file in the old one's place, which a mapping outlives; `torch.save` writes into the old one.
+        """
+        stored = self.tensors[name]
+        size, position = stored.numel * stored.dtype.itemsize, stored.position
+        if stored.dtype != dtype or not size or position % dtype.itemsize or is_pickled(stored.file):
+            return None
+        if stored.file not in self._mappings:
+            length = stored.file.stat().st_size
+            self._mappings[stored.file] = torch.UntypedStorage.from_file(str(stored.file), False, length)
+        self.bytes_read += size
+        own = self._mappings[stored.file][position : position + size]  # or all weights would seem to share memory
+        return torch.empty(0, dtype=dtype).set_(own).view(stored.shape)
 
     def _rearranged(self, stored: StoredTensor) -> torch.Tensor:
         """A tensor that does not lie row by row, row by row. Memory: twice the tensor."""

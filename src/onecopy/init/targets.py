@@ -86,7 +86,7 @@ def allot(parameter: nn.Parameter, target: Target, communicator: Communicator) -
     """Give a parameter of the meta device memory for its values: this rank's part, or all of it in a world of one."""
     alone = communicator.world_size == 1
     real = torch.empty(parameter.shape if alone else (0,), dtype=parameter.dtype, device=communicator.device)
-    replace_tensor(parameter, nn.Parameter(real, requires_grad=parameter.requires_grad))
+    assign(parameter, real)
     if alone:
         target.fill_whole(parameter)
         return
@@ -94,6 +94,11 @@ def allot(parameter: nn.Parameter, target: Target, communicator: Communicator) -
     early.reserve(target.shape, target.dtype)
     early.unbind(parameter)
     target.pieces.append(_own_piece(early))
+
+
+def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Let a parameter of the meta device have `value` for its memory."""
+    replace_tensor(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
 
 def _own_piece(early: EarlyShard) -> tuple[int, torch.Tensor]:
