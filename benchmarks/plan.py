@@ -21,7 +21,7 @@ from itertools import combinations_with_replacement, product
 from pathlib import Path
 
 from benchmarks.launch import table
-from benchmarks.published import Row, document, node_network, stage_of, subject
+from benchmarks.published import Row, document, is_compiled, node_network, stage_of, subject
 from onecopy.plan.estimate import Estimator, Setting
 from onecopy.plan.hardware import Machine, known_gpus
 from onecopy.plan.timing import Rates, rates_for
@@ -54,12 +54,12 @@ def rows(runs: Path = RUNS) -> list[Row]:
 def others(runs: Path = RUNS) -> list[tuple[Row, str, float]]:
     """(row, GPU, seconds a step) of the rest: tokens per second or a step's time are published, the recomputation is known.
 
-    Hybrid sharding (HSDP), offload and compiled models are left out: a plan knows none of them.
+    Hybrid sharding (HSDP) and offload are left out: a plan knows neither.
     """
     found = []
     for row in published(runs):
         gpu = {"V100-SXM": "v100-sxm-32gb"}.get(row["gpu"]) or GPUS.get(gpu_of(row) or "")
-        known = row["act_ckpt"] in ("none", "full", "selective-op") and "compile" not in row["precision"]
+        known = row["act_ckpt"] in ("none", "full", "selective-op")
         if (
             not gpu
             or not known
@@ -103,9 +103,8 @@ def predict(row: Row, rates: Rates, gpu: str = "") -> float:
     steps = int(float(row["grad_accum"] or 0)) or max(1, int(float(row["global_batch"] or 0)) // (size * machine.count))
     precision = "fp16" if row["precision"] == "fp16" else "bf16"
     checkpointing = "none" if row["act_ckpt"] == "selective-op" else row["act_ckpt"]  # the subject recomputes by itself
-    return (
-        _estimators[key].played(Setting(stage_of(row), size, steps, checkpointing, precision), machine, rates).seconds
-    )
+    setting = Setting(stage_of(row), size, steps, checkpointing, precision, compiled=is_compiled(row))
+    return _estimators[key].played(setting, machine, rates).seconds
 
 
 def constant(row: Row, utilisation: float) -> float:
@@ -210,9 +209,12 @@ def main() -> None:
     lines = []
     for row, gpu, seconds in others(arguments.runs):
         mine = predict(row, rates_for(known_gpus()[gpu]), gpu)
-        lines.append([row["row_id"], row["framework"], row["model"], f"{row['n_gpus']} x {row['gpu']}", row["act_ckpt"], f"{seconds:.2f}",
-                      f"{mine:.2f}", f"{mine / seconds - 1:+.0%}"])  # fmt: skip
-    print(table(["row", "program", "model", "GPUs", "checkpointing", "measured s", "plan s", "error"], lines))
+        compiled = "yes" if is_compiled(row) else "no"
+        lines.append([row["row_id"], row["framework"], row["model"], f"{row['n_gpus']} x {row['gpu']}", row["act_ckpt"], compiled,
+                      f"{seconds:.2f}", f"{mine:.2f}", f"{mine / seconds - 1:+.0%}"])  # fmt: skip
+    print(
+        table(["row", "program", "model", "GPUs", "checkpointing", "compiled", "measured s", "plan s", "error"], lines)
+    )
     if arguments.cache:
         Path(arguments.cache).write_bytes(pickle.dumps({key: e._shallow for key, e in _estimators.items()}))
 

@@ -186,6 +186,11 @@ def stage_of(row: Row) -> int:
     return int(row["zero_stage"][:1] or 3)
 
 
+def is_compiled(row: Row) -> bool:
+    """Whether the program ran under torch.compile, as its precision or notes say."""
+    return "compile" in row["precision"] or "torch.compile" in row["notes"]
+
+
 def node_network(row: Row) -> float | None:
     """Bytes per second of a node's network cards, where the row says so ("400Gbps": of a node)."""
     found = re.fullmatch(r"(\d+)Gbps", row["interconnect"])

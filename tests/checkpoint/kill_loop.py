@@ -25,7 +25,6 @@ import torch.distributed as dist  # noqa: E402
 from onecopy.errors import CheckpointError, CommunicationError  # noqa: E402
 from tests.checkpoint import small  # noqa: E402
 
-
 STEPS_PER_ROUND = 15  # more than a round of at most 0.3 s has come to on any machine: every kill finds ranks at work
 LAST_STEPS = 20
 
@@ -124,7 +123,9 @@ def main() -> int:
         print("WRONG: the run to the end after the last kill")
         return 3
     tags = sorted(path.name for path in run.iterdir() if not path.name.startswith("."))
-    print(f"{rounds} rounds, {alone} of them with one rank killed; then trained to step {newest + LAST_STEPS}; left: {tags}")
+    print(
+        f"{rounds} rounds, {alone} of them with one rank killed; then trained to step {newest + LAST_STEPS}; left: {tags}"
+    )
     return 0
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onecopy.cli.main import main
 from onecopy.errors import PlanError
+from onecopy.observe.ledger import Ledger
 from onecopy.plan import Subject, estimate_zero3_model_states_mem_needs_all_live, plan, virtual_world
-from onecopy.plan.estimate import Setting, exact
+from onecopy.plan.estimate import Estimator, Setting, exact
 from onecopy.plan.estimators import estimate_zero2_model_states_mem_needs, estimate_zero3_model_states_mem_needs
-from onecopy.plan.hardware import machine
+from onecopy.plan.hardware import Machine, machine
 from onecopy.plan.impossible import at_least, states_floor
 from onecopy.plan.models import subject_for
 from onecopy.plan.report import page
@@ -103,6 +107,7 @@ def test_command_line_writes_its_files(
             "--gpus",
             "2xH100",
             "--json",
+            "--compile",
             "--html",
             "r.html",
             "--write",
@@ -112,7 +117,12 @@ def test_command_line_writes_its_files(
         ]
     )
     printed = json.loads(capsys.readouterr().out)
-    assert code == 0 and printed["chosen"]["fits"] and printed["peak_bytes_by_category"]["masters"] > 0
+    assert (
+        code == 0
+        and printed["chosen"]["fits"]
+        and printed["chosen"]["compiled"]
+        and printed["peak_bytes_by_category"]["masters"] > 0
+    )
     assert Path("r.html").read_text().startswith("<!doctype html>")
     assert json.loads(Path("c.json").read_text())["zero_optimization"]["stage"] == printed["chosen"]["stage"]
     assert json.loads(Path("t.json").read_text())["traceEvents"]
@@ -130,6 +140,44 @@ def test_lanes_overlap_and_waits_are_exposed() -> None:
     assert hidden.exposed == 0 and hidden.seconds == pytest.approx(1.0)
     bare = play([Transfer("gather", 10**9, 1, "a"), Await(1), work], where, rates)
     assert bare.exposed == pytest.approx(transfer) and bare.seconds == pytest.approx(1 + transfer)
+
+
+def test_compute_beside_a_slow_transfer_is_slowed_less() -> None:
+    """In proportion to the transfer's rate: a slow network takes little of the memory's bandwidth and of the processors."""
+    near, far = machine("8xA100-80GB"), machine("16xA100-80GB")
+    rates = Rates(matmul=1.0, overlap=1.3)
+    work = Compute("forward", "", [(int(near.gpu.flops), 0, 10**9)], operators=1)
+
+    def beside(where: Machine) -> float:
+        large = Transfer("gather", 10**13, 1, "a")
+        return play([large, work], where, rates).compute
+
+    assert beside(near) == pytest.approx(1.3)
+    slow = replace(far, gpu=replace(far.gpu, node_network=far.gpu.node_network / 10))
+    assert 1.0 < beside(slow) < 1.05 < beside(far)
+
+
+def test_compiled_units_move_only_what_enters_and_leaves_a_kernel() -> None:
+    tape = Tape()
+    tape.recording, tape.where = True, SimpleNamespace(phase="forward", module="blocks.0")
+    ledger = Ledger()
+    ledger.operators = tape
+    with FakeTensorMode(), ledger:
+        x, weight = torch.empty(64, 64), torch.empty(64, 64)
+        y = x.relu() * 2 + 1  # one kernel: reads x, writes y, which the product reads
+        z = y @ weight
+        (z + x).sigmoid_().sum()  # the next one: reads z and x, writes a number nobody reads
+    (stretch,) = (event for event in tape.events if isinstance(event, Compute))
+    nbytes = 64 * 64 * 4
+    assert stretch.traffic > 8 * nbytes
+    assert (stretch.fused, stretch.kernels, len(stretch.matmuls)) == (4 * nbytes, 3, 1)
+
+
+def test_compiled_units_are_planned_faster_and_take_the_same_memory() -> None:
+    estimator, where, plain = Estimator(gpt(), 8, LENGTH), machine("8xH100"), Setting(2, 8)
+    compiled = replace(plain, compiled=True)
+    faster, slower = (estimator.played(setting, where, Rates()).seconds for setting in (compiled, plain))
+    assert faster < slower and estimator.peak(compiled) == estimator.peak(plain)
 
 
 def test_blocks_larger_than_the_prefetch_bucket_are_gathered_ahead() -> None:

@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of activations (default: %(default)s)",
     )
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s")
+    parser.add_argument(
+        "--compile", action="store_true", help="units are compiled, as engine.compile() does (time only)"
+    )
     parser.add_argument("--config", metavar="FILE", help="a DeepSpeed-style JSON to plan for")
     parser.add_argument("--advise", action="store_true", help="search stage, micro-batch and checkpointing")
     parser.add_argument(
@@ -72,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model, arguments.gpus, arguments.seq, arguments.micro_batch, arguments.stage, arguments.accumulation,
         arguments.checkpointing,
         arguments.precision, arguments.config, arguments.advise or arguments.global_batch is not None, arguments.global_batch,
-        arguments.hardware, arguments.gpus_per_node, overrides,
+        arguments.hardware, arguments.gpus_per_node, overrides, arguments.compile,
     )  # fmt: skip
     print(json.dumps(answer.as_dict(), indent=2) if arguments.json else answer.text())
     if arguments.write:

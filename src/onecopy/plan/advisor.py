@@ -47,7 +47,7 @@ class Choice:
         s = self.setting
         return {
             "stage": s.stage, "micro_batch": s.micro_batch, "accumulation": s.accumulation, "checkpointing": s.checkpointing,
-            "slots": s.slots, "bucket_elements": s.bucket, "fits": self.fits, "allocated_bytes": self.allocated,
+            "slots": s.slots, "bucket_elements": s.bucket, "compiled": s.compiled, "fits": self.fits, "allocated_bytes": self.allocated,
             "reserved_bytes": self.reserved, "bound_bytes": self.bound,
             **{f"{level}_{end}_bytes": getattr(found, end) for level, found in self.memory.items() for end in ("guess", "bound")},
             "headroom_bytes": self.headroom, "step_seconds": self.seconds, "tokens_per_second_per_gpu": self.tokens_per_second,
@@ -105,16 +105,20 @@ def search(
     estimator: Estimator,
     machine: Machine,
     rates: Rates,
+    like: Setting,
     global_batch: int | None = None,
-    precision: str = "bf16",
     overrides: dict[str, Any] | None = None,
 ) -> list[Choice]:
-    """Every stage and checkpointing with its largest useful micro-batch and half of it; fastest first among those that fit."""
+    """Every stage and checkpointing with its largest useful micro-batch and half of it; fastest first among those that fit.
+
+    Args:
+        like: says what is not searched (precision, compiled or not).
+    """
     choices = []
     share = max(1, (global_batch or 0) // machine.count)
     for stage in STAGES:
         for checkpointing in CHECKPOINTING:
-            setting = Setting(stage, 1, 1, checkpointing, precision)
+            setting = replace(like, stage=stage, micro_batch=1, accumulation=1, checkpointing=checkpointing)
             largest = largest_micro_batch(estimator, setting, machine, overrides, most=share if global_batch else 64)
             for size in sorted({max(1, largest), max(1, largest // 2)}):
                 if global_batch:

@@ -22,7 +22,7 @@ from onecopy.errors import OneCopyError, PlanError
 from onecopy.plan.extended import DEEP, Extended
 from onecopy.plan.hardware import Machine
 from onecopy.plan.rehearsal import Rehearsal, Subject, rehearse
-from onecopy.plan.tape import Compute, Event, Tape
+from onecopy.plan.tape import Event, Tape, between
 from onecopy.plan.timing import Played, Rates, play
 from onecopy.plan.virtual import virtual_world
 
@@ -41,6 +41,7 @@ class Setting:
     precision: str = "bf16"
     slots: int = 2
     bucket: int | None = None  # elements, of reduces and of gathering ahead; None keeps the document's
+    compiled: bool = False  # units are compiled, as `engine.compile()` does; time only, memory is planned without
 
     def config(self, base: dict[str, Any] | None = None) -> dict[str, Any]:
         """The DeepSpeed-style JSON of this setting, over the user's own document."""
@@ -224,11 +225,12 @@ class Shallow:
             most[segment] = max(size, most.get(segment, size))
         return most
 
-    def seconds(self, layers: int, micro_batch: int, machine: Machine, rates: Rates) -> Played:
+    def seconds(self, layers: int, micro_batch: int, machine: Machine, rates: Rates, compiled: bool = False) -> Played:
         """One optimizer step of one micro-batch, extended to `layers`."""
         low, high = self.depths
         small, large = (
-            play(between(self.tapes[d, 1], self.tapes[d, 2], micro_batch), machine, rates) for d in (low, high)
+            play(between(self.tapes[d, 1], self.tapes[d, 2], micro_batch), machine, rates, compiled)
+            for d in (low, high)
         )
         more = (layers - high) / (high - low)
         grown = {
@@ -244,26 +246,6 @@ def _largest(profile: Profile) -> dict[Segment, int]:
     for segment, size in profile:
         most[segment] = max(size, most.get(segment, size))
     return most
-
-
-def between(one: list[Event], two: list[Event], batch: float) -> list[Event]:
-    """The tape at another micro-batch: what grows from the first tape to the second grows on by as much a sample."""
-    if len(one) != len(two):
-        return one if batch == 1 else two
-    more = batch - 1
-    result: list[Event] = []
-    for a, b in zip(one, two, strict=True):
-        if isinstance(a, Compute) and isinstance(b, Compute) and len(a.matmuls) == len(b.matmuls):
-            grow: Callable[[int, int], int] = lambda x, y: int(x + more * (y - x))  # noqa: E731
-            matmuls = [(grow(x[0], y[0]), grow(x[1], y[1]), x[2]) for x, y in zip(a.matmuls, b.matmuls, strict=True)]
-            result.append(
-                Compute(
-                    a.phase, a.module, matmuls, grow(a.attention, b.attention), grow(a.traffic, b.traffic), a.operators
-                )
-            )
-        else:
-            result.append(b)
-    return result
 
 
 def _sizes_of(subject: Subject) -> tuple[int, int]:
@@ -381,9 +363,10 @@ class Estimator:
         if self.subject.shrink is None:
             tape = Tape()
             exact(self.subject, single, self.world_size, self.sequence, self.base, tape=tape)
-            played = play(tape.events, machine, rates)
+            played = play(tape.events, machine, rates, setting.compiled)
         else:
-            played = self.shallow(single).seconds(self.subject.layers, setting.micro_batch, machine, rates)
+            layers, size = self.subject.layers, setting.micro_batch
+            played = self.shallow(single).seconds(layers, size, machine, rates, setting.compiled)
         more = setting.accumulation - 1
         if more:
             # Whole gradients (stages 0 and 1) are reduced once a window, sharded ones at every micro-batch.

@@ -84,6 +84,11 @@ class Machine:
         rate = min(ring, 0.9 * self.gpu.node_network)
         return _beyond_the_wire(n, nbytes) + nbytes * (n - 1) / n / rate
 
+    def share_of_link(self, nbytes: float, seconds: float) -> float:
+        """What part of a link's rate inside a node a collective of `nbytes` takes that lasts `seconds`, at most 1."""
+        ring = self.gpu.link * self.gpu.link_fraction
+        return min(1.0, nbytes * (self.count - 1) / self.count / seconds / ring) if seconds and ring else 0.0
+
 
 def _published_inside(gpu: Gpu) -> tuple[Point, ...]:
     """Bus bandwidth inside a node of this kind of GPU, from nccl-tests' all-reduce; () where nobody published it.

@@ -103,6 +103,7 @@ def plan(
     hardware: str | Path | None = None,
     per_node: int = 8,
     overrides: dict[str, Any] | None = None,
+    compiled: bool = False,
 ) -> Plan:
     """Plan training of `model` on `gpus`, without either. Not collective; needs a process outside any world.
 
@@ -113,6 +114,7 @@ def plan(
         config: the user's own document, whose keys the plan keeps.
         advise: search all settings, for `global_batch` samples a step where that is given.
         overrides: `context`, `communication` (bytes) and `fragmentation` (a share) in place of the defaults of `unseen`.
+        compiled: units are compiled, as `engine.compile()` does. Changes times alone: memory is planned without, which is a bound.
 
     Raises:
         PlanError: something cannot be planned; the message says what to change.
@@ -131,7 +133,7 @@ def plan(
     overrides = {"context": where.gpu.context, "communication": where.gpu.communication} | {
         name: value for name, value in (overrides or {}).items() if value is not None
     }
-    setting = _setting(base, stage, micro_batch, accumulation, checkpointing, precision)
+    setting = replace(_setting(base, stage, micro_batch, accumulation, checkpointing, precision), compiled=compiled)
     estimator = Estimator(subject, where.count, length, base)
     rates = rates_for(where.gpu)
     stages = [judge(estimator, replace(setting, stage=one), where, rates, overrides) for one in STAGES]
@@ -144,11 +146,11 @@ def plan(
     largest = {one: largest_micro_batch(estimator, replace(setting, stage=one), where, overrides) for one in STAGES}
     chosen = judge(estimator, setting, where, rates, overrides, peak=rehearsal.peak)
     answer = Plan(
-        subject, where, length, rehearsal.numel, rehearsal.model_bytes, chosen, rehearsal, play(tape.events, where, rates),
-        unseen(rehearsal.peak, where.count, **overrides), stages, largest, base=base,
+        subject, where, length, rehearsal.numel, rehearsal.model_bytes, chosen, rehearsal,
+        play(tape.events, where, rates, compiled), unseen(rehearsal.peak, where.count, **overrides), stages, largest, base=base,
     )  # fmt: skip
     if advise:
-        answer.settings = search(estimator, where, rates, global_batch, setting.precision, overrides)
+        answer.settings = search(estimator, where, rates, setting, global_batch, overrides)
         answer.advice = sentences(answer.settings, estimator, where)
     elif not chosen.fits:
         answer.advice = sentences(stages, estimator, where)
@@ -208,7 +210,7 @@ def _lines(p: Plan) -> list[str]:
     lines = [
         f"{p.subject.name}: {_count(p.numel)} parameters on {p.machine} ({p.machine.gpu.memory / GIB:.1f} GiB each)",
         f"stage {s.stage}, micro-batch {s.micro_batch}, {f'{p.sequence} tokens a sample, ' if p.subject.sequence else ''}accumulation "
-        f"{s.accumulation}, {s.checkpointing} checkpointing, {s.precision}",
+        f"{s.accumulation}, {s.checkpointing} checkpointing, {s.precision}{', compiled' if s.compiled else ''}",
         "",
         "Memory a GPU at the peak",
     ]

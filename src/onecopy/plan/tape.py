@@ -6,6 +6,7 @@ them. No time is on the tape: `timing.py` plays it on a machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from onecopy.comm.collective import Collective
 from onecopy.comm.wire import Wire
+from onecopy.plan.fusing import Fusing
 
 
 @dataclass(slots=True)
@@ -25,6 +27,8 @@ class Compute:
         attention: FLOPs inside fused attention kernels.
         traffic: bytes read and written by all other operators.
         operators: how many kernels are launched.
+        fused: bytes that remain of `traffic` where units are compiled (see `Fusing`).
+        kernels: how many kernels remain of `operators`.
     """
 
     phase: str
@@ -33,6 +37,8 @@ class Compute:
     attention: int = 0
     traffic: int = 0
     operators: int = 0
+    fused: int = 0
+    kernels: int = 0
 
 
 @dataclass(slots=True)
@@ -63,6 +69,8 @@ class Tape:
         self.transfers = 0
         self.recording = False
         self.where: Any = None  # a ledger: its phase and module
+        self._fusing = Fusing()
+        self._fusing_open = False  # whether a kernel of fused operators is under way
 
     def __call__(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if not self.recording:
@@ -73,12 +81,21 @@ class Tape:
         segment = self._segment()
         segment.operators += 1
         cost = _MATMULS.get(name)
+        attention = "scaled_dot_product" in name
+        if cost is None and not attention:
+            in_place = name.endswith("_")
+            segment.traffic += _nbytes((args, kwargs)) + (0 if in_place else _nbytes(result))
+            segment.fused += self._fusing.operator((args, kwargs), result, in_place)
+            segment.kernels += not self._fusing_open
+            self._fusing_open = True
+            return
+        segment.fused += self._fusing.product((args, kwargs), result)
+        segment.kernels += 1
+        self._fusing_open = False
         if cost is not None:
             segment.matmuls.append(cost(args, result))
-        elif "scaled_dot_product" in name:
-            segment.attention += _attention_flops(name, args, kwargs)
         else:
-            segment.traffic += _nbytes((args, kwargs)) + (0 if name.endswith("_") else _nbytes(result))
+            segment.attention += _attention_flops(name, args, kwargs)
 
     def _segment(self) -> Compute:
         last = self.events[-1] if self.events else None
@@ -142,6 +159,33 @@ class _Recorded:
     def finish(self, out: torch.Tensor, accumulate: bool) -> None:
         self.tape.wait(self.number)
         self.pending.finish(out, accumulate)
+
+
+def between(one: list[Event], two: list[Event], batch: float) -> list[Event]:
+    """The tape at another micro-batch: what grows from the first tape to the second grows on by as much a sample."""
+    if len(one) != len(two):
+        return one if batch == 1 else two
+    more = batch - 1
+    result: list[Event] = []
+    for a, b in zip(one, two, strict=True):
+        if isinstance(a, Compute) and isinstance(b, Compute) and len(a.matmuls) == len(b.matmuls):
+            grow: Callable[[int, int], int] = lambda x, y: int(x + more * (y - x))  # noqa: E731
+            matmuls = [(grow(x[0], y[0]), grow(x[1], y[1]), x[2]) for x, y in zip(a.matmuls, b.matmuls, strict=True)]
+            result.append(
+                Compute(
+                    a.phase,
+                    a.module,
+                    matmuls,
+                    grow(a.attention, b.attention),
+                    grow(a.traffic, b.traffic),
+                    a.operators,
+                    grow(a.fused, b.fused),
+                    a.kernels,
+                )
+            )
+        else:
+            result.append(b)
+    return result
 
 
 # ------------------------------------------------------------------------------------------------------------------ costs

@@ -24,7 +24,8 @@ class Rates:
         traffic: share of the memory bandwidth of all other operators.
         half: the smallest of a matrix multiplication's three sizes at which it reaches half of `matmul`.
         launch: seconds an operator takes at least.
-        overlap: how much longer compute takes while a transfer runs (they share memory bandwidth and processors).
+        overlap: how much longer compute takes while a transfer runs at the full rate of the links inside a node (they share
+            memory bandwidth and processors); beside a slower one, in proportion to its rate.
     """
 
     matmul: float = 0.70
@@ -37,8 +38,8 @@ class Rates:
 
 # Fitted on MPT-350m, 3b and 70b of llm-foundry's page by `benchmarks/plan.py --fit`; 125m, 760m and 13b were held out.
 CALIBRATED: dict[str, Rates] = {
-    "H100": Rates(matmul=0.600, half=5.04, attention=0.184, traffic=0.382, launch=2.30e-5, overlap=1.142),
-    "A100": Rates(matmul=0.775, half=5.83, attention=0.311, traffic=0.313, launch=1.23e-5, overlap=1.296),
+    "H100": Rates(matmul=0.611, half=5.03, attention=0.184, traffic=0.357, launch=2.45e-5, overlap=1.179),
+    "A100": Rates(matmul=0.761, half=5.32, attention=0.317, traffic=0.318, launch=1.21e-5, overlap=1.291),
 }
 
 
@@ -74,28 +75,32 @@ class Played:
     bars: list[tuple[str, float, float, str]] = field(default_factory=list)
 
 
-def compute_seconds(event: Compute, machine: Machine, rates: Rates) -> float:
-    """Seconds of the operators of one stretch."""
+def compute_seconds(event: Compute, machine: Machine, rates: Rates, compiled: bool = False) -> float:
+    """Seconds of the operators of one stretch; in the optimizer's step nothing is compiled."""
     gpu = machine.gpu
     seconds = 0.0
     for flops, nbytes, smallest in event.matmuls:
         reached = rates.matmul * smallest / (smallest + rates.half)
         seconds += max(flops / (gpu.flops * reached), nbytes / (gpu.bandwidth * rates.traffic), rates.launch)
     seconds += event.attention / (gpu.flops * rates.attention)
-    others = event.operators - len(event.matmuls)
-    return seconds + max(event.traffic / (gpu.bandwidth * rates.traffic), others * rates.launch)
+    fused = compiled and event.phase != "step"
+    traffic, kernels = (event.fused, event.kernels) if fused else (event.traffic, event.operators)
+    others = kernels - len(event.matmuls)
+    return seconds + max(traffic / (gpu.bandwidth * rates.traffic), others * rates.launch)
 
 
-def play(events: list[Event], machine: Machine, rates: Rates) -> Played:
-    """Let the three lanes run."""
+def play(events: list[Event], machine: Machine, rates: Rates, compiled: bool = False) -> Played:
+    """Let the three lanes run; `compiled`: operators between matrix products are one kernel."""
     played = Played()
     now = 0.0
     free = {"gather": 0.0, "reduce": 0.0}
+    share = {"gather": 0.0, "reduce": 0.0}  # of the links' rate that the lane's last transfer takes
     arrives: dict[int, float] = {}
     for event in events:
         if isinstance(event, Compute):
-            seconds = compute_seconds(event, machine, rates)
-            seconds += (rates.overlap - 1) * min(seconds, max(0.0, max(free.values()) - now))
+            seconds = compute_seconds(event, machine, rates, compiled)
+            beside = max(share[lane] * min(seconds, max(0.0, free[lane] - now)) for lane in free)
+            seconds += (rates.overlap - 1) * beside
             played.bars.append(("compute", now, now + seconds, f"{event.phase} {event.module}".strip()))
             played.by_phase[event.phase] = played.by_phase.get(event.phase, 0.0) + seconds
             played.flops += sum(flops for flops, _, _ in event.matmuls) + event.attention
@@ -104,6 +109,7 @@ def play(events: list[Event], machine: Machine, rates: Rates) -> Played:
         elif isinstance(event, Transfer):
             seconds = machine.transfer_seconds(event.nbytes, event.lane)
             start = max(now, free[event.lane])
+            share[event.lane] = machine.share_of_link(event.nbytes, seconds)
             free[event.lane] = arrives[event.number] = start + seconds
             setattr(played, event.lane, getattr(played, event.lane) + seconds)
             played.bars.append((event.lane, start, start + seconds, event.label))
