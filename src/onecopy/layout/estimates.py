@@ -1,50 +1,114 @@
 """Closed formulas of training state in bytes, by DeepSpeed's names for what goes in; offload is for comparison only.
 
-`sharded` is what one parameter costs over all ranks where state is sharded: DeepSpeed holds 18 bytes (gradients in 16
+They differ by what one parameter costs over all ranks where state is sharded: DeepSpeed holds 18 bytes (gradients in 16
 and in 32 bits, fp32 master, two moments), onecopy 16 (no 16-bit gradients beside the fp32 sums). Activations, slots and
 buckets are not in these formulas; `onecopy plan` counts them.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-DEEPSPEED, ONECOPY = 18, 16  # bytes a parameter
 _LOW = 2  # bytes of a 16-bit parameter
 _GIB = 2**30
 
 
-def zero2(total: int, gpus: int, nodes: int, cpu_offload: bool, factor: float, sharded: int) -> tuple[int, int]:
-    """(bytes of host memory a node, bytes a GPU) at stage 2 for `total` elements."""
-    ranks = nodes * gpus
-    if cpu_offload:
-        return int(total * max(4 * ranks, 16) * factor), _LOW * total
-    return int(total * 4 * gpus * factor), _LOW * total + int(sharded * total / ranks)
+@dataclass(frozen=True)
+class Estimators:
+    """DeepSpeed's six estimators, by their names and arguments, for an engine that holds `sharded` bytes a parameter."""
+
+    sharded: int
+
+    def estimate_zero2_model_states_mem_needs(
+        self,
+        total_params: int,
+        num_gpus_per_node: int = 1,
+        num_nodes: int = 1,
+        cpu_offload: bool = True,
+        additional_buffer_factor: float = 1.5,
+    ) -> tuple[int, int]:
+        """(bytes of host memory a node, bytes a GPU) at stage 2 for `total_params` elements."""
+        ranks = num_nodes * num_gpus_per_node
+        if cpu_offload:
+            return int(total_params * max(4 * ranks, 16) * additional_buffer_factor), _LOW * total_params
+        host = int(total_params * 4 * num_gpus_per_node * additional_buffer_factor)
+        return host, _LOW * total_params + int(self.sharded * total_params / ranks)
+
+    def estimate_zero3_model_states_mem_needs(
+        self,
+        total_params: int,
+        largest_layer_params: int,
+        num_gpus_per_node: int = 1,
+        num_nodes: int = 1,
+        cpu_offload: bool = True,
+        cpu_offload_params: bool = True,
+        zero_init: bool = True,
+        additional_buffer_factor: float = 1.5,
+    ) -> tuple[int, int, int]:
+        """(bytes of host memory a node, bytes a GPU, bytes of the largest layer while it is whole) at stage 3."""
+        ranks = num_nodes * num_gpus_per_node
+        largest = 4 * largest_layer_params
+        if not cpu_offload:
+            host = (largest if zero_init else 4 * total_params) * num_gpus_per_node * additional_buffer_factor
+            return int(host), largest + int(self.sharded * total_params / ranks), largest
+        on_host = _OFFLOADED if cpu_offload_params else _OFFLOADED - _LOW
+        gpu = largest if cpu_offload_params else largest + int(_LOW * total_params / ranks)
+        each = on_host / num_nodes if zero_init else max(4 * num_gpus_per_node, on_host / num_nodes)
+        return int(total_params * each * additional_buffer_factor), gpu, largest
+
+    def estimate_zero2_model_states_mem_needs_all_live(
+        self, model: Any, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    ) -> None:
+        """Print every choice at stage 2 for a module, a line each."""
+        total, _ = _total_and_largest(model)
+        self.estimate_zero2_model_states_mem_needs_all_cold(
+            total, num_gpus_per_node, num_nodes, additional_buffer_factor
+        )
+
+    def estimate_zero2_model_states_mem_needs_all_cold(
+        self, total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    ) -> None:
+        """Print every choice at stage 2 for a number of elements, a line each."""
+        print(_head(2, total_params, num_gpus_per_node, num_nodes))
+        for offload in (True, False):
+            host, gpu = self.estimate_zero2_model_states_mem_needs(
+                total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
+            )
+            print(_row(host, gpu, f"offload_optimizer={_place(offload)}"))
+
+    def estimate_zero3_model_states_mem_needs_all_live(
+        self, model: Any, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    ) -> None:
+        """Print every choice at stage 3 for a module, a line each."""
+        total, largest = _total_and_largest(model)
+        self.estimate_zero3_model_states_mem_needs_all_cold(
+            total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
+        )
+
+    def estimate_zero3_model_states_mem_needs_all_cold(
+        self,
+        total_params: int,
+        largest_layer_params: int,
+        num_gpus_per_node: int = 1,
+        num_nodes: int = 1,
+        additional_buffer_factor: float = 1.5,
+    ) -> None:
+        """Print every choice at stage 3 for sizes in elements, a line each."""
+        print(_head(3, total_params, num_gpus_per_node, num_nodes))
+        for optimizer, parameters, zero_init in _choices():
+            host, gpu, _ = self.estimate_zero3_model_states_mem_needs(
+                total_params, largest_layer_params, num_gpus_per_node, num_nodes, optimizer, parameters, zero_init,
+                additional_buffer_factor,
+            )  # fmt: skip
+            places = f"offload_param={_place(parameters)}, offload_optimizer={_place(optimizer)}"
+            print(_row(host, gpu, f"{places}, zero_init={int(zero_init)}"))
 
 
-def zero3(
-    total: int,
-    largest_layer: int,
-    gpus: int,
-    nodes: int,
-    cpu_offload: bool,
-    cpu_offload_params: bool,
-    zero_init: bool,
-    factor: float,
-    sharded: int,
-) -> tuple[int, int, int]:
-    """(bytes of host memory a node, bytes a GPU, bytes of the largest layer while it is whole) at stage 3."""
-    ranks = nodes * gpus
-    largest = 4 * largest_layer
-    if not cpu_offload:
-        host = (largest if zero_init else 4 * total) * gpus * factor
-        return int(host), largest + int(sharded * total / ranks), largest
-    on_host = DEEPSPEED if cpu_offload_params else DEEPSPEED - _LOW
-    gpu = largest if cpu_offload_params else largest + int(_LOW * total / ranks)
-    each = on_host / nodes if zero_init else max(4 * gpus, on_host / nodes)
-    return int(total * each * factor), gpu, largest
+_OFFLOADED = 18  # bytes a parameter takes on the host, as DeepSpeed's formula has it
+DEEPSPEED, ONECOPY = Estimators(18), Estimators(16)
 
 
-def total_and_largest(model: Any) -> tuple[int, int]:
+def _total_and_largest(model: Any) -> tuple[int, int]:
     """Elements of a module's parameters (as they were before sharding), and of its largest module's own ones."""
 
     def numel(parameter: Any) -> int:
@@ -53,25 +117,6 @@ def total_and_largest(model: Any) -> tuple[int, int]:
     total = sum(numel(parameter) for parameter in model.parameters())
     largest = max((sum(numel(p) for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
     return total, largest
-
-
-def zero2_table(total: int, gpus: int, nodes: int, factor: float, sharded: int) -> str:
-    """Every choice at stage 2, a line each."""
-    rows = [_head(2, total, gpus, nodes)]
-    for offload in (True, False):
-        host, gpu = zero2(total, gpus, nodes, offload, factor, sharded)
-        rows.append(_row(host, gpu, f"offload_optimizer={_place(offload)}"))
-    return "\n".join(rows)
-
-
-def zero3_table(total: int, largest_layer: int, gpus: int, nodes: int, factor: float, sharded: int) -> str:
-    """Every choice at stage 3, a line each."""
-    rows = [_head(3, total, gpus, nodes)]
-    for optimizer, parameters, zero_init in _choices():
-        host, gpu, _ = zero3(total, largest_layer, gpus, nodes, optimizer, parameters, zero_init, factor, sharded)
-        places = f"offload_param={_place(parameters)}, offload_optimizer={_place(optimizer)}"
-        rows.append(_row(host, gpu, f"{places}, zero_init={int(zero_init)}"))
-    return "\n".join(rows)
 
 
 def _choices() -> Iterator[tuple[bool, bool, bool]]:

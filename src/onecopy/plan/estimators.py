@@ -1,92 +1,10 @@
-"""The estimators people know from DeepSpeed, by the same names and arguments, answered for this engine.
+"""The estimators people know from DeepSpeed, by the same names and arguments, answered for this engine."""
 
-The formulas are in `layout/estimates.py`; the `deepspeed` module gives the same with DeepSpeed's own bytes a parameter.
-"""
+from onecopy.layout.estimates import ONECOPY
 
-from torch import nn
-
-from onecopy.layout import estimates
-
-
-def estimate_zero2_model_states_mem_needs(
-    total_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    cpu_offload: bool = True,
-    additional_buffer_factor: float = 1.5,
-) -> tuple[int, int]:
-    """(bytes of host memory a node, bytes a GPU) at stage 2."""
-    return estimates.zero2(
-        total_params, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor, estimates.ONECOPY
-    )
-
-
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the estimates of stage 2 for a model."""
-    total, _ = estimates.total_and_largest(model)
-    estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
-
-
-def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the estimates of stage 2 for a number of elements."""
-    print(
-        estimates.zero2_table(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor, estimates.ONECOPY)
-    )
-
-
-def estimate_zero3_model_states_mem_needs(
-    total_params: int,
-    largest_layer_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    cpu_offload: bool = True,
-    cpu_offload_params: bool = True,
-    zero_init: bool = True,
-    additional_buffer_factor: float = 1.5,
-) -> tuple[int, int, int]:
-    """(bytes of host memory a node, bytes a GPU, bytes of the largest layer while it is whole) at stage 3."""
-    return estimates.zero3(
-        total_params,
-        largest_layer_params,
-        num_gpus_per_node,
-        num_nodes,
-        cpu_offload,
-        cpu_offload_params,
-        zero_init,
-        additional_buffer_factor,
-        estimates.ONECOPY,
-    )
-
-
-def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the estimates of stage 3 for a model."""
-    total, largest = estimates.total_and_largest(model)
-    estimate_zero3_model_states_mem_needs_all_cold(
-        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
-
-
-def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int,
-    largest_layer_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-) -> None:
-    """Print the estimates of stage 3 for sizes in elements."""
-    print(
-        estimates.zero3_table(
-            total_params,
-            largest_layer_params,
-            num_gpus_per_node,
-            num_nodes,
-            additional_buffer_factor,
-            estimates.ONECOPY,
-        )
-    )
+estimate_zero2_model_states_mem_needs = ONECOPY.estimate_zero2_model_states_mem_needs
+estimate_zero2_model_states_mem_needs_all_live = ONECOPY.estimate_zero2_model_states_mem_needs_all_live
+estimate_zero2_model_states_mem_needs_all_cold = ONECOPY.estimate_zero2_model_states_mem_needs_all_cold
+estimate_zero3_model_states_mem_needs = ONECOPY.estimate_zero3_model_states_mem_needs
+estimate_zero3_model_states_mem_needs_all_live = ONECOPY.estimate_zero3_model_states_mem_needs_all_live
+estimate_zero3_model_states_mem_needs_all_cold = ONECOPY.estimate_zero3_model_states_mem_needs_all_cold
