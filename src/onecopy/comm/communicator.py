@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.counters import Counters
+from onecopy.comm.long_waits import look_after, look_no_longer, patience, timeout_of
 from onecopy.comm.rank_order_sum import RankOrderSum
 from onecopy.comm.watchdog import Watchdog
 from onecopy.comm.wire import Wire
@@ -46,6 +47,7 @@ class Communicator(ABC):
         waits: how many waits there have been.
         watchdog: what looks after waits that never end, where there is one.
         waiting: what this rank waits for now and since when, for the error of a wait that never ends.
+        patience: seconds after which a wait is warned of.
         imagined: the other ranks do not exist (torch's fake back end), so what they would have sent cannot be read.
         needs_scratch: reduces are given room for what the other ranks send.
         reads_in_place: the others read this rank's buffers where they lie, so a buffer is free some time after its use.
@@ -65,6 +67,9 @@ class Communicator(ABC):
         self.watchdog: Watchdog | None = None
         self.imagined = "fake" in str(dist.get_backend_config(group))
         self.sum = RankOrderSum(device)
+        self.patience = patience(timeout_of(group, device))
+        if self.world_size > 1 and not self.imagined:
+            look_after(self)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory [nbytes] of uint8 for a buffer that will be gathered or reduced; not collective."""
@@ -177,6 +182,7 @@ class Communicator(ABC):
 
     def close(self) -> None:
         """Leave the group; collective in that every rank must do it sooner or later. Nothing may be in flight."""
+        look_no_longer(self)
         if self.watchdog is not None:
             self.watchdog.stop()
         if dist.is_initialized():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from onecopy.comm.collective import Collective
 from onecopy.comm.communicator import Communicator
+from onecopy.comm.long_waits import joining, timeout_of
 from onecopy.comm.point_to_point import LARGEST_WORLD, PointToPoint
 from onecopy.comm.shared_memory import ImaginedSharedMemory, SharedMemory
 from onecopy.comm.watchdog import watchdog_for
@@ -82,17 +83,18 @@ def connect(
     parent = group if group is not None else dist.group.WORLD
     assert parent is not None
     ranks = dist.get_process_group_ranks(parent)
-    timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else _timeout_of(parent, device)
+    timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else timeout_of(parent, device)
 
     def new_group() -> dist.ProcessGroup:
         made: dist.ProcessGroup
-        if len(ranks) == dist.get_world_size():
-            made = dist.new_group(ranks, timeout=timeout)
+        with joining(parent, device, "meeting of all ranks that starts an engine (initialize, init_inference)"):
+            if len(ranks) == dist.get_world_size():
+                made = dist.new_group(ranks, timeout=timeout)
+                return made
+            # Ranks outside this shard group do not call us, so only its members synchronise.
+            with _agreed_name(parent):
+                made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
             return made
-        # Ranks outside this shard group do not call us, so only its members synchronise.
-        with _agreed_name(parent):
-            made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        return made
 
     if kind is None:
         kind = "shared_memory" if device.type == "cpu" and len(ranks) <= LARGEST_WORLD else "collective"
@@ -128,11 +130,3 @@ def _agreed_name(parent: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         torch_distributed._process_group_name = before
-
-
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout the user gave the parent group: a sub-group would silently fall back to the library's default."""
-    try:
-        return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
-    except (RuntimeError, AttributeError):
-        return None
