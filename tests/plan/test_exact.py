@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from onecopy.plan import Subject, rehearse, virtual_world
-from onecopy.plan.estimate import Estimator, Setting, checkpoint_blocks, exact
+from onecopy.plan.estimate import Estimator, Setting, exact
 from onecopy.plan.extended import Extended
 from onecopy.plan.models import from_config_dict
 from onecopy.plan.tape import Tape
@@ -62,13 +62,8 @@ def measure(
     name: str, stage: int, precision: str, accumulation: int, checkpointing: str
 ) -> tuple[int, dict[str, int], dict[str, int], dict[str, Any]]:
     """Peak, what it was made of, what rests after the step, and what was sent; the second of two steps."""
-    run = rehearse(
-        subject(name),
-        document(stage, precision, accumulation),
-        2,
-        LENGTH,
-        prepare=lambda model: checkpoint_blocks(model, checkpointing),
-    )
+    config = {**document(stage, precision, accumulation), "onecopy": {"checkpoint_activations": checkpointing}}
+    run = rehearse(subject(name), config, 2, LENGTH)
     return run.peak, run.at_peak(), run.resting, run.windows[-1].sent
 
 

@@ -118,9 +118,7 @@ class Storage:
 
     def _moves(self, tensor: torch.Tensor) -> bool:
         """Activations only: weights stay alive anyway, and integers (tokens, masks) are small."""
-        if type(tensor) is not torch.Tensor or not tensor.dtype.is_floating_point or tensor.layout is not torch.strided:
-            return False
-        if tensor.numel() < (self.ranks.world_size if self.ranks is not None else 1):
+        if not is_activation(tensor) or tensor.numel() < (self.ranks.world_size if self.ranks is not None else 1):
             return False
         return self.ranks is not None or self.buffers is not None or tensor.device.type != "cpu"
 
@@ -157,6 +155,16 @@ class Storage:
                 f"a checkpointed input of shape {list(tensor.shape)} differs between the model-parallel ranks, so it cannot be "
                 "partitioned over them; set activation_checkpointing.partition_activations to false"
             )
+
+
+PLAIN: set[type] = {torch.Tensor}
+"""Classes of tensors that can be put away. A kind of plain tensor without memory, say, is entered by whoever makes it."""
+
+
+def is_activation(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain tensor of floating-point numbers, and no weight."""
+    plain = type(tensor) in PLAIN and not isinstance(tensor, torch.nn.Parameter)
+    return plain and tensor.dtype.is_floating_point and tensor.layout is torch.strided
 
 
 def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

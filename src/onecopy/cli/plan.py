@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 GIB = 2**30
@@ -21,23 +22,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seq", type=int, metavar="TOKENS", help="tokens a sample (default: the model's longest, at most 4096)"
     )
     parser.add_argument(
-        "--micro-batch", type=int, default=1, metavar="SAMPLES", help="samples a GPU and forward (default: %(default)s)"
+        "--micro-batch", type=int, metavar="SAMPLES", help="samples a GPU and forward (default: the document's, else 1)"
     )
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="default: the lowest from 1 that fits")
     parser.add_argument(
-        "--accumulation", type=int, default=1, metavar="STEPS", help="micro-batches a step (default: %(default)s)"
+        "--stage", type=int, choices=(0, 1, 2, 3), help="default: the document's, else the lowest from 1 that fits"
+    )
+    parser.add_argument(
+        "--accumulation", type=int, metavar="STEPS", help="micro-batches a step (default: the document's, else 1)"
     )
     parser.add_argument(
         "--checkpointing",
-        choices=("none", "selective", "full"),
-        default="none",
-        help="of activations (default: %(default)s)",
+        type=_checkpointing,
+        metavar="HOW",
+        help="of activations: none, selective, full or N for every N-th block (default: the document's, else none)",
     )
-    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s")
+    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default: the document's, else bf16")
     parser.add_argument(
         "--compile", action="store_true", help="units are compiled, as engine.compile() does (time only)"
     )
-    parser.add_argument("--config", metavar="FILE", help="a DeepSpeed-style JSON to plan for")
+    parser.add_argument("--config", metavar="FILE", help="a DeepSpeed-style JSON to plan for; options say otherwise")
     parser.add_argument("--advise", action="store_true", help="search stage, micro-batch and checkpointing")
     parser.add_argument(
         "--global-batch",
@@ -62,6 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _checkpointing(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print; exit code 2 when the chosen setting does not fit."""
     from onecopy.plan.planning import plan
@@ -77,7 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.precision, arguments.config, arguments.advise or arguments.global_batch is not None, arguments.global_batch,
         arguments.hardware, arguments.gpus_per_node, overrides, arguments.compile,
     )  # fmt: skip
-    print(json.dumps(answer.as_dict(), indent=2) if arguments.json else answer.text())
     if arguments.write:
         answer.write(arguments.write)
     if arguments.html:
@@ -86,4 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.html).write_text(page(answer), encoding="utf-8")
     if arguments.trace:
         Path(arguments.trace).write_text(json.dumps(answer.trace()), encoding="utf-8")
+    print(json.dumps(answer.as_dict(), indent=2) if arguments.json else answer.text())
+    if arguments.write:
+        check = f"onecopy check {arguments.write} --world-size {answer.machine.count}"
+        print(f"written: {arguments.write}; `{check}` says what its keys do", file=sys.stderr)
     return 0 if answer.chosen.fits or any(choice.fits for choice in answer.settings) else 2

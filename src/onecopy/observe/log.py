@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -76,6 +77,23 @@ def log_once(key: Hashable, message: str, *, level: int = logging.WARNING, every
 def keep_quiet(key: Hashable) -> None:
     """Counts `key` as said: for a caller who knows that the message would mislead."""
     _said.add(key)
+
+
+@contextmanager
+def each_text_once() -> Iterator[None]:
+    """Inside, a line is heard once in this process: for who runs the same engine again and again."""
+
+    def new(record: logging.LogRecord) -> bool:
+        key = ("text", record.getMessage())
+        heard = key in _said
+        _said.add(key)
+        return not heard
+
+    logger.addFilter(new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(new)
 
 
 def forget_said() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onecopy.plan.estimate import CHECKPOINTING, Estimator, Setting
+from onecopy.plan.estimate import Estimator, Setting, share_computed_again
 from onecopy.plan.hardware import Machine
 from onecopy.plan.impossible import at_least, utilisation
 from onecopy.plan.timing import Rates
 from onecopy.plan.unseen import GIB, Interval, intervals, unseen
-
-STAGES = (0, 1, 2, 3)
+from onecopy.plan.wanted import STAGES
 
 
 @dataclass
@@ -70,7 +69,7 @@ def judge(
     spare = int(machine.gpu.memory) - memory["device"].bound
     played = estimator.played(setting, machine, rates)
     tokens = setting.micro_batch * setting.accumulation * max(1, estimator.sequence)
-    again = 4 / 3 if setting.checkpointing == "full" else 1.0
+    again = 1 + share_computed_again(setting.checkpointing) / 3
     mfu = utilisation(played.flops / again, played.seconds, machine.gpu.flops, f"stage {setting.stage} on {machine}")
     return Choice(
         setting, allocated, memory, spare >= 0, spare,
@@ -112,12 +111,12 @@ def search(
     """Every stage and checkpointing with its largest useful micro-batch and half of it; fastest first among those that fit.
 
     Args:
-        like: says what is not searched (precision, compiled or not).
+        like: says what is not searched (precision, slots, compiled or not).
     """
     choices = []
     share = max(1, (global_batch or 0) // machine.count)
     for stage in STAGES:
-        for checkpointing in CHECKPOINTING:
+        for checkpointing in estimator.checkpointings(like):
             setting = replace(like, stage=stage, micro_batch=1, accumulation=1, checkpointing=checkpointing)
             largest = largest_micro_batch(estimator, setting, machine, overrides, most=share if global_batch else 64)
             for size in sorted({max(1, largest), max(1, largest // 2)}):

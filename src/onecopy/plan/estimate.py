@@ -8,17 +8,14 @@ it for the whole model. A single setting can be rehearsed whole instead (`exact`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from onecopy.engine.whereabouts import block_of, repeated_blocks
-from onecopy.errors import OneCopyError, PlanError
+from onecopy.engine.whereabouts import block_of
+from onecopy.errors import ModelError, OneCopyError, PlanError
 from onecopy.plan.extended import DEEP, Extended
 from onecopy.plan.hardware import Machine
 from onecopy.plan.rehearsal import Rehearsal, Subject, rehearse
@@ -32,12 +29,12 @@ CHECKPOINTING = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is chosen; `precision` is "bf16", "fp16" or "fp32"."""
+    """What is chosen; `precision` is "bf16", "fp16" or "fp32", `checkpointing` what `onecopy.checkpoint_activations` can be."""
 
     stage: int = 3
     micro_batch: int = 1
     accumulation: int = 1
-    checkpointing: str = "none"
+    checkpointing: str | int = "none"
     precision: str = "bf16"
     slots: int = 2
     bucket: int | None = None  # elements, of reduces and of gathering ahead; None keeps the document's
@@ -50,16 +47,21 @@ class Setting:
         document["gradient_accumulation_steps"] = self.accumulation
         document["zero_optimization"] = {**document.get("zero_optimization", {}), "stage": self.stage}
         document.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-4}})
-        if self.precision != "fp32":
-            document[self.precision] = {**document.get(self.precision, {}), "enabled": True}
+        for kind in ("bf16", "fp16"):
+            block = "bfloat16" if kind == "bf16" and "bfloat16" in document else kind
+            if kind == self.precision or block in document:
+                document[block] = {**document.get(block, {}), "enabled": kind == self.precision}
         if self.bucket is not None:
             buckets = {"reduce_bucket_size": self.bucket, "stage3_prefetch_bucket_size": self.bucket}
             zero = document["zero_optimization"]
             document["zero_optimization"] = {
                 key: v for key, v in zero.items() if key != "prefetch_bucket_size"
             } | buckets
-        if self.slots != 2:
-            document["onecopy"] = {**document.get("onecopy", {}), "slots": self.slots}
+        own = document.get("onecopy", {})
+        chosen = {"slots": (self.slots, 2), "checkpoint_activations": (self.checkpointing, "none")}
+        written = {name: value for name, (value, default) in chosen.items() if value != default or name in own}
+        if written:
+            document["onecopy"] = {**own, **written}
         return document
 
 
@@ -76,21 +78,21 @@ def exact(
     """Rehearse one setting with the whole model."""
     config = _silent(setting.config(base))
     with virtual_world(world_size, accelerator), readable_errors(subject):
-        return rehearse(
-            subject, config, setting.micro_batch, sequence, windows=windows, warm=True, tape=tape,
-            prepare=partial(checkpoint_blocks, how=setting.checkpointing),
-        )  # fmt: skip
+        return rehearse(subject, config, setting.micro_batch, sequence, windows=windows, warm=True, tape=tape)
 
 
 def _silent(document: dict[str, Any]) -> dict[str, Any]:
-    """A rehearsal writes no files and prints nothing, whatever the user's document asks of a real run."""
-    loud = ("steps_per_print", "dump_state", "memory_breakdown", "tensorboard", "csv_monitor", "wandb", "comet")
-    own = {key: value for key, value in document.get("onecopy", {}).items() if key not in ("record", "trace_step")}
-    return {
-        **{key: value for key, value in document.items() if key not in loud},
-        "steps_per_print": None,
-        "onecopy": own,
-    }
+    """A rehearsal writes no files and prints nothing, whatever the user's document asks of a real run; rates of learning do not matter."""
+    loud = (
+        "steps_per_print", "dump_state", "memory_breakdown", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb", "comet",
+        "scheduler",
+    )  # fmt: skip
+    inner = {"onecopy": ("record", "trace_step"), "activation_checkpointing": ("profile",)}
+    quiet = {key: value for key, value in document.items() if key not in loud}
+    for block, keys in inner.items():
+        if isinstance(quiet.get(block), dict):
+            quiet[block] = {key: value for key, value in quiet[block].items() if key not in keys}
+    return {**quiet, "steps_per_print": None}
 
 
 @contextlib.contextmanager
@@ -129,34 +131,6 @@ def _users_line(error: BaseException) -> str:
     return place
 
 
-def checkpoint_blocks(model: nn.Module, how: str) -> None:
-    """Let every repeated block be computed again in the backward ("full"), or all but its matrix products ("selective")."""
-    if how == "none":
-        return
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-    kept = {
-        torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }  # fmt: skip
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    options: dict[str, Any] = {"use_reentrant": False}
-    if how == "selective":
-        options["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
-    for block in repeated_blocks(model).values():
-        block.forward = _checkpointed(block.forward, checkpoint, options)  # type: ignore[method-assign]
-
-
-def _checkpointed(forward: Callable[..., Any], checkpoint: Any, options: dict[str, Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, **options, **kwargs)
-
-    return run
-
-
 Segment = tuple[str, str, str]  # (phase, stretch, "first" or "last" block or "")
 Profile = list[
     tuple[Segment, int]
@@ -185,10 +159,20 @@ def profile_of(run: Rehearsal) -> Profile:
     return [((phase, stretch, place.get(name, "")), size) for (phase, stretch, name), size in profile]
 
 
-def depths_of(setting: Setting) -> tuple[int, int]:
-    """The two depths that stand for a deep model: with as many units as slots at least, as it has."""
-    low = max(SHALLOW[0], setting.slots)
-    return low, low + SHALLOW[1] - SHALLOW[0]
+def depths_of(setting: Setting, layers: int) -> tuple[int, int]:
+    """The two depths that stand for a model of `layers` blocks: with as many units as slots at least, as it has."""
+    low, step = max(SHALLOW[0], setting.slots), SHALLOW[1] - SHALLOW[0]
+    if isinstance(
+        setting.checkpointing, int
+    ):  # every n-th block: n of them add a constant, and the last ones are as in the whole
+        low += (layers - low) % setting.checkpointing
+        step = -(-step // setting.checkpointing) * setting.checkpointing
+    return low, low + step
+
+
+def share_computed_again(checkpointing: str | int) -> float:
+    """The share of the forward that the backward repeats, selective checkpointing's cheap part left out."""
+    return 1 / checkpointing if isinstance(checkpointing, int) else float(checkpointing == "full")
 
 
 @dataclass
@@ -278,7 +262,7 @@ class Estimator:
         key = (setting.stage, setting.precision, setting.slots, setting.bucket, setting.accumulation > 1)
         if key not in self._states:
             if self._blocks_are_equal():
-                low, high = depths_of(setting)
+                low, high = depths_of(setting, self.subject.layers)
                 shallow = self.shallow(setting)
                 if shallow.world_size == self.world_size:
                     small, large = shallow.states[low], shallow.states[high]
@@ -296,6 +280,14 @@ class Estimator:
     def _shrunk(self, depth: int) -> Subject:
         assert self.subject.shrink is not None
         return self.subject.shrink(depth)
+
+    def checkpointings(self, setting: Setting) -> tuple[str, ...]:
+        """What checkpointing can be here: without repeated blocks, or where the model checkpoints by itself, only "none"."""
+        try:
+            self._resting_of(self.subject, replace(setting, stage=0, checkpointing="full"))
+        except ModelError:
+            return ("none",)
+        return CHECKPOINTING
 
     def sizes(self) -> tuple[int, int]:
         """(elements, bytes) of the whole model as built."""
@@ -319,7 +311,7 @@ class Estimator:
         checkpointing, several = setting.checkpointing, setting.accumulation > 1
         key = (setting.stage, setting.precision, setting.slots, setting.bucket, checkpointing, several)
         if key not in self._shallow:
-            depths = depths_of(setting)
+            depths = depths_of(setting, self.subject.layers)
             made = self._shallow[key] = Shallow(depths, self.world_size)
             for depth in depths:
                 for batch in (1, 2):
@@ -349,7 +341,8 @@ class Estimator:
 
     def whole(self, setting: Setting, tape: Tape) -> Rehearsal | Extended:
         """The setting rehearsed whole, or for a deep model of equal blocks extended from two depths; `tape` is of what ran."""
-        if self.subject.layers <= DEEP or not self._blocks_are_equal():
+        every_nth = isinstance(setting.checkpointing, int)
+        if self.subject.layers <= DEEP or every_nth or not self._blocks_are_equal():
             return exact(self.subject, setting, self.world_size, self.sequence, self.base, tape=tape)
         low = 2 + max(SHALLOW[0], setting.slots)  # two blocks at each end, behind those that fill the slots
         high = low + 2

@@ -163,6 +163,8 @@ def _build(config: Any, kind: str) -> nn.Module:
             "name it as package.module:function"
         ) from None
     model.tie_weights()  # type: ignore[operator]  # is left out together with the initial values
+    if kind == "causal" and getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # what transformers takes, and says so, where a class is named otherwise
     return model
 
 

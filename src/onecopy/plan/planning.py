@@ -9,8 +9,8 @@ from typing import Any
 
 from onecopy.errors import PlanError
 from onecopy.observe.ledger import CATEGORIES
-from onecopy.plan.advisor import STAGES, Choice, judge, largest_micro_batch, search, sentences
-from onecopy.plan.estimate import CHECKPOINTING, Estimator, Setting
+from onecopy.plan.advisor import Choice, judge, largest_micro_batch, search, sentences
+from onecopy.plan.estimate import Estimator
 from onecopy.plan.extended import Extended
 from onecopy.plan.hardware import Machine, machine
 from onecopy.plan.models import subject_for
@@ -18,6 +18,7 @@ from onecopy.plan.rehearsal import Rehearsal, Subject
 from onecopy.plan.tape import Tape
 from onecopy.plan.timing import Played, chrome_trace, play, rates_for
 from onecopy.plan.unseen import GIB, NOT_IN_NUMBERS, Unseen, unseen
+from onecopy.plan.wanted import STAGES, document_of, setting_of, stage_written
 
 
 @dataclass
@@ -54,8 +55,6 @@ class Plan:
         """The DeepSpeed-style JSON this plan recommends."""
         best = next((choice for choice in self.settings if choice.fits), self.chosen)
         document = best.setting.config(self.base)
-        if best.setting.checkpointing != "none":
-            document["onecopy"] = {**document.get("onecopy", {}), "checkpoint_activations": best.setting.checkpointing}
         document["train_batch_size"] = best.setting.micro_batch * best.setting.accumulation * self.machine.count
         return document
 
@@ -92,11 +91,11 @@ def plan(
     model: Any,
     gpus: str | Machine = "8xA100-80GB",
     sequence: int | None = None,
-    micro_batch: int = 1,
+    micro_batch: int | None = None,
     stage: int | None = None,
-    accumulation: int = 1,
-    checkpointing: str = "none",
-    precision: str = "bf16",
+    accumulation: int | None = None,
+    checkpointing: str | int | None = None,
+    precision: str | None = None,
     config: dict[str, Any] | str | Path | None = None,
     advise: bool = False,
     global_batch: int | None = None,
@@ -110,8 +109,10 @@ def plan(
     Args:
         model: a name (see `subject_for`) or a `Subject`.
         sequence: tokens a sample; default: the model's longest, at most 4096.
-        stage: default: the lowest that fits, or 3.
-        config: the user's own document, whose keys the plan keeps.
+        micro_batch, accumulation, checkpointing, precision: default: what `config` says, else 1, 1, "none" and "bf16".
+        stage: default: what `config` says, else the lowest that fits, or 3.
+        checkpointing: what the key `onecopy.checkpoint_activations` can be.
+        config: the user's own document, or its path; the plan keeps its keys.
         advise: search all settings, for `global_batch` samples a step where that is given.
         overrides: `context`, `communication` (bytes) and `fragmentation` (a share) in place of the defaults of `unseen`.
         compiled: units are compiled, as `engine.compile()` does. Changes times alone: memory is planned without, which is a bound.
@@ -129,15 +130,16 @@ def plan(
             f"a global batch of {global_batch} samples cannot be shared equally by {where.count} GPUs; {near} can"
         )
     length = sequence or subject.sequence or 1
-    base = _document(config) if isinstance(config, str | Path) else config
+    base = document_of(config)
     overrides = {"context": where.gpu.context, "communication": where.gpu.communication} | {
         name: value for name, value in (overrides or {}).items() if value is not None
     }
-    setting = replace(_setting(base, stage, micro_batch, accumulation, checkpointing, precision), compiled=compiled)
+    setting = setting_of(base, where.count, stage, micro_batch, accumulation, checkpointing, precision)
+    setting = replace(setting, compiled=compiled)
     estimator = Estimator(subject, where.count, length, base)
     rates = rates_for(where.gpu)
     stages = [judge(estimator, replace(setting, stage=one), where, rates, overrides) for one in STAGES]
-    if stage is None and not (base or {}).get("zero_optimization", {}).get("stage"):
+    if stage is None and stage_written(base) is None:
         setting = replace(
             setting, stage=next((c.setting.stage for c in stages[1:] if c.fits), 3) if where.count > 1 else 0
         )
@@ -157,51 +159,6 @@ def plan(
     return answer
 
 
-def _document(file: str | Path) -> dict[str, Any]:
-    """The user's configuration, read."""
-    try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(
-            f"{file} cannot be read: {error.strerror}; give --config the path of a DeepSpeed-style JSON"
-        ) from None
-    except ValueError as error:
-        raise PlanError(f"{file} is no JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise PlanError(
-            f'{file} holds a {type(content).__name__}; a configuration is one JSON object, as {{"zero_optimization": ...}}'
-        )
-    return content
-
-
-def _setting(
-    base: dict[str, Any] | None,
-    stage: int | None,
-    micro_batch: int,
-    accumulation: int,
-    checkpointing: str,
-    precision: str,
-) -> Setting:
-    if checkpointing not in CHECKPOINTING:
-        raise PlanError(f"checkpointing '{checkpointing}' is unknown; choose {', '.join(CHECKPOINTING)}")
-    if precision not in ("bf16", "fp16", "fp32"):
-        raise PlanError(f"precision '{precision}' is unknown; choose bf16, fp16 or fp32")
-    document = base or {}
-    if base is not None:
-        precision = next((kind for kind in ("bf16", "fp16") if document.get(kind, {}).get("enabled") is True), "fp32")
-    chosen = stage if stage is not None else document.get("zero_optimization", {}).get("stage", 3)
-    if chosen not in STAGES:
-        raise PlanError(f"stage {chosen} does not exist; choose 0, 1, 2 or 3")
-    given = [document.get("train_micro_batch_size_per_gpu"), document.get("gradient_accumulation_steps")]
-    size, steps = (
-        value if isinstance(value, int) else default
-        for value, default in zip(given, (micro_batch, accumulation), strict=True)
-    )
-    if size < 1 or steps < 1:
-        raise PlanError(f"micro-batch {size} and accumulation {steps} must be at least 1")
-    return Setting(chosen, size, steps, checkpointing, precision)
-
-
 _LEVELS = (("allocated", "allocated"), ("reserved", "reserved"), ("device", "on the device"))
 
 
@@ -210,7 +167,7 @@ def _lines(p: Plan) -> list[str]:
     lines = [
         f"{p.subject.name}: {_count(p.numel)} parameters on {p.machine} ({p.machine.gpu.memory / GIB:.1f} GiB each)",
         f"stage {s.stage}, micro-batch {s.micro_batch}, {f'{p.sequence} tokens a sample, ' if p.subject.sequence else ''}accumulation "
-        f"{s.accumulation}, {s.checkpointing} checkpointing, {s.precision}{', compiled' if s.compiled else ''}",
+        f"{s.accumulation}, {_recomputed(s.checkpointing)}, {s.precision}{', compiled' if s.compiled else ''}",
         "",
         "Memory a GPU at the peak",
     ]
@@ -257,6 +214,10 @@ def _lines(p: Plan) -> list[str]:
             )
     lines += ["", *p.advice] if p.advice else []
     return [*lines, "", "Not in the numbers:", *(f"  {text}" for text in NOT_IN_NUMBERS)]
+
+
+def _recomputed(how: str | int) -> str:
+    return f"one block in {how} checkpointed" if isinstance(how, int) else f"{how} checkpointing"
 
 
 def _count(numel: int) -> str:

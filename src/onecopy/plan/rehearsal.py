@@ -93,7 +93,6 @@ def rehearse(
     windows: int = 2,
     warm: bool = False,
     tape: Tape | None = None,
-    prepare: Callable[[nn.Module], None] | None = None,
     around: Callable[[Any, Ledger, Whereabouts], Any] | None = None,
     ledger: Ledger | None = None,
 ) -> Rehearsal:
@@ -103,15 +102,12 @@ def rehearse(
         warm: let optimizer state be there from the start, by a step on gradients that no forward made; one window then
             stands for all later ones.
         tape: records the last window's operators and transfers.
-        prepare: what is done to the model before it is given to the engine (activation checkpointing).
         around: called with (engine, ledger, whereabouts) once the engine stands.
     """
     ledger = ledger or Ledger()
     with ledger, ExitStack() as hooks:  # they go where the model fails too: one is on all optimizers of the process
         model = subject.build()
         model.train()
-        if prepare is not None:
-            prepare(model)
         model_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         numel = sum(p.numel() for p in model.parameters())
         whereabouts = Whereabouts(model, ledger)

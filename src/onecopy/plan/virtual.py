@@ -20,9 +20,11 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from onecopy.activations.storage import PLAIN
 from onecopy.comm import connect
 from onecopy.comm.communicator import Communicator
 from onecopy.errors import PlanError
+from onecopy.observe.log import each_text_once
 from onecopy.plan.as_accelerator import as_on_accelerator
 from onecopy.plan.tape import RecordingCollective
 from onecopy.sharding.parameter import GUARDED, UNGUARDED, call_guarded
@@ -65,7 +67,8 @@ def virtual_world(world_size: int, accelerator: bool = True, rank: int = 0) -> I
         stack.enter_context(mock.patch.dict(os.environ))
         for name in hidden:
             del os.environ[name]
-        stack.enter_context(_fake_parameters_are_plain())
+        stack.enter_context(_fake_tensors_are_plain())
+        stack.enter_context(each_text_once())  # of an engine that an answer builds dozens of times
         if "transformers.masking_utils" in sys.modules:
             # Its answer depends on values: a batch of whole sequences, as in training on packed text of one length, needs no mask.
             stack.enter_context(
@@ -106,14 +109,16 @@ def _leave() -> None:
 
 
 @contextmanager
-def _fake_parameters_are_plain() -> Iterator[None]:
-    """A parameter made under FakeTensorMode is a FakeTensor by class: let the engine shard it like any other."""
+def _fake_tensors_are_plain() -> Iterator[None]:
+    """A tensor or parameter made under FakeTensorMode is a FakeTensor by class: let the engine store and shard it like any other."""
     GUARDED[FakeTensor] = GuardedFakeParameter
     UNGUARDED[GuardedFakeParameter] = FakeTensor
+    PLAIN.add(FakeTensor)
     try:
         yield
     finally:
         del GUARDED[FakeTensor], UNGUARDED[GuardedFakeParameter]
+        PLAIN.discard(FakeTensor)
 
 
 def _grouped_product(
