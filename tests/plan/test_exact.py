@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from onecopy.activations.settings import is_configured
+from onecopy.engine.engine import Engine
+from onecopy.errors import PlanError
 from onecopy.plan import Subject, rehearse, virtual_world
 from onecopy.plan.estimate import Estimator, Setting, exact
 from onecopy.plan.extended import Extended
@@ -125,14 +130,30 @@ def test_the_ledgers_state_is_the_engines_own_account() -> None:
         before = states
 
 
-def test_a_rehearsal_that_fails_leaves_no_hook_on_optimizers() -> None:
-    def fails(_: Any) -> torch.Tensor:
+def test_a_rehearsal_that_fails_leaves_nothing_behind() -> None:
+    """No engine, hook, setting or fake tensor; the next rehearsal is as the first."""
+
+    def fails(*_: Any) -> Any:
         raise ZeroDivisionError
 
+    def fails_in_backward(loss: torch.Tensor) -> torch.Tensor:
+        loss.register_hook(fails)
+        return loss
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(thing) in (FakeTensor, Engine) for thing in gc.get_objects())
+
+    others = alive()
+    setting, base = Setting(3, 2, 1, "full"), {"activation_checkpointing": {"cpu_checkpointing": True}}
+    peak = exact(gpt(), setting, 2, LENGTH, base).peak
     before = dict(_global_optimizer_pre_hooks)
-    with virtual_world(2), pytest.raises(ZeroDivisionError):
-        rehearse(replace(gpt(), loss=fails), document(3, "bf16", 1), 2, LENGTH)
-    assert before == _global_optimizer_pre_hooks
+    for change in ({"loss": fails}, {"loss": fails_in_backward}, {"batch": fails}, {"build": fails}):
+        with pytest.raises(PlanError, match="ZeroDivisionError"):
+            exact(replace(gpt(), **change), setting, 2, LENGTH, base)
+        assert before == _global_optimizer_pre_hooks and not is_configured() and not torch.distributed.is_initialized()
+        assert exact(gpt(), setting, 2, LENGTH, base).peak == peak
+    assert alive() <= others
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def rehearse(
         around: called with (engine, ledger, whereabouts) once the engine stands.
     """
     ledger = ledger or Ledger()
-    with ledger, ExitStack() as hooks:  # they go where the model fails too: one is on all optimizers of the process
+    with ledger, ExitStack() as hooks:  # they go where the model fails too, and so does the engine
         model = subject.build()
         model.train()
         model_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
@@ -113,6 +113,7 @@ def rehearse(
         whereabouts = Whereabouts(model, ledger)
         hooks.callback(whereabouts.close)
         engine, *_ = onecopy.initialize(model=model, config=config, communicator=communicator_here())
+        hooks.callback(_end, engine, ledger)
         adopt_state(engine, ledger)
         hooks.callback(adopt_state_before_steps(engine, ledger).remove)
         if around is not None:
@@ -137,9 +138,14 @@ def rehearse(
         ledger.label()
         resting = ledger.by_category(len(ledger.events))
         units = [(unit.name, sum(flat.numel for flat in unit.buffers)) for unit in engine.units]
-        ledger.stop()
-        engine.destroy()
     return Rehearsal(ledger, done, model_bytes, numel, resting, units, memory)
+
+
+def _end(engine: Any, ledger: Ledger) -> None:
+    """What is examined is over, at its end or where it failed: nothing of the engine stays in this process."""
+    ledger.stop()
+    ledger.operators = None
+    engine.destroy()
 
 
 def _window(engine: Any, ledger: Ledger, whereabouts: Whereabouts, subject: Subject, batch: dict[str, Any]) -> Window:
