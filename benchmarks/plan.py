@@ -15,6 +15,7 @@ import argparse
 import csv
 import pickle
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
@@ -35,15 +36,22 @@ RUNS = HERE / "data" / "published_runs.csv"
 
 
 def published(runs: Path = RUNS) -> Iterator[Row]:
-    """Runs without tensor, pipeline or context parallelism, of known shape and micro-batch, in 16 bits."""
+    """Runs that a plan can be made for."""
     with open(runs, encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            alone = (
-                row["parallelism"] in ("FSDP", "ZeRO", "HSDP", "single", "DP8 TP1 PP1")
-                or row["parallelism"][4:].isdigit()
-            )
-            if alone and row["suspect"] == "no" and row["layers"] and row["seq"] and "fp8" not in row["precision"]:
-                yield row
+        yield from (row for row in csv.DictReader(file) if not unplannable(row))
+
+
+def unplannable(row: Row) -> str:
+    """Why no plan can be made for a row, "" where one can."""
+    unknown = [name for name in ("layers", "hidden", "vocab", "seq", "micro_batch", "n_gpus") if not row[name]]
+    kind = row["parallelism"]
+    if row["suspect"] != "no":
+        return "marked as suspect"
+    if not (kind in ("FSDP", "ZeRO", "HSDP", "single", "DP8 TP1 PP1") or kind[4:].isdigit()):
+        return "tensor, pipeline or context parallel, or not said"
+    if "fp8" in row["precision"]:
+        return "8-bit precision"
+    return f"{', '.join(unknown)} not published" if unknown else ""
 
 
 def rows(runs: Path = RUNS) -> list[Row]:
@@ -51,31 +59,35 @@ def rows(runs: Path = RUNS) -> list[Row]:
     return [r for r in published(runs) if r["step_time_s"] and r["act_ckpt"] in ("none", "full") and gpu_of(r) in GPUS]
 
 
-def others(runs: Path = RUNS) -> list[tuple[Row, str, float]]:
-    """(row, GPU, seconds a step) of the rest: tokens per second or a step's time are published, the recomputation is known.
-
-    Hybrid sharding (HSDP) and offload are left out: a plan knows neither.
-    """
-    found = []
+def others(runs: Path = RUNS) -> tuple[list[tuple[Row, str, float]], Counter[str]]:
+    """(row, GPU, seconds a step) of the rest, and how many rows are left out by reason."""
+    found, left = [], Counter[str]()
+    with open(runs, encoding="utf-8") as file:
+        left.update(why for row in csv.DictReader(file) if (why := unplannable(row)))
     for row in published(runs):
-        gpu = {"V100-SXM": "v100-sxm-32gb"}.get(row["gpu"]) or GPUS.get(gpu_of(row) or "")
-        known = row["act_ckpt"] in ("none", "full", "selective-op")
-        if (
-            not gpu
-            or not known
-            or row["parallelism"] == "HSDP"
-            or row["offload"].startswith("CPU")
-            or (row["step_time_s"] and gpu_of(row) in GPUS)
-        ):
+        gpu = GPUS.get(gpu_of(row) or "") or _in_table(row)
+        if row["step_time_s"] and row["act_ckpt"] in ("none", "full") and gpu_of(row) in GPUS:
             continue
-        if row["tokens_s_gpu"]:
-            seconds = float(row["micro_batch"]) * float(row["seq"]) / float(row["tokens_s_gpu"])
+        if not gpu:
+            left[f"GPU {row['gpu']} {row['gpu_mem_gb']} not known"] += 1
+        elif row["parallelism"] == "HSDP" or row["offload"].startswith("CPU"):
+            left["hybrid sharding or offload, which this engine has not"] += 1
+        elif row["act_ckpt"] not in ("none", "full", "selective-op"):
+            left[f"checkpointing '{row['act_ckpt']}' says not what is kept"] += 1
+        elif row["tokens_s_gpu"]:
+            found.append((row, gpu, float(row["micro_batch"]) * float(row["seq"]) / float(row["tokens_s_gpu"])))
         elif row["step_time_s"]:
-            seconds = float(row["step_time_s"])
+            found.append((row, gpu, float(row["step_time_s"])))
         else:
-            continue
-        found.append((row, gpu, seconds))
-    return found
+            left["neither a step's time nor tokens per second published"] += 1
+    return found, left
+
+
+def _in_table(row: Row) -> str:
+    """The table's name of a row's GPU, or of one that differs in its memory's size alone; "" where there is none."""
+    kind, size = row["gpu"].lower(), f"{row['gpu_mem_gb']}gb"
+    alike = [name for name in known_gpus() if name.rsplit("-", 1)[0] == kind]
+    return next((name for name in alike if name.endswith(f"-{size}")), alike[0] if alike else "")
 
 
 def gpu_of(row: Row) -> str | None:
@@ -207,7 +219,8 @@ def main() -> None:
                 f"{name:<8} {len(chosen):>5} {label:<12} {mean:>10.1%} {worst:>7.1%} {rank:>6.3f}   {base_mean:>18.1%} {base_worst:>7.1%}"
             )
     lines = []
-    for row, gpu, seconds in others(arguments.runs):
+    judged, left = others(arguments.runs)
+    for row, gpu, seconds in judged:
         mine = predict(row, rates_for(known_gpus()[gpu]), gpu)
         compiled = "yes" if is_compiled(row) else "no"
         lines.append([row["row_id"], row["framework"], row["model"], f"{row['n_gpus']} x {row['gpu']}", row["act_ckpt"], compiled,
@@ -215,6 +228,7 @@ def main() -> None:
     print(
         table(["row", "program", "model", "GPUs", "checkpointing", "compiled", "measured s", "plan s", "error"], lines)
     )
+    print("left out:", *(f"{count:>5} rows: {why}" for why, count in left.most_common()), sep="\n")
     if arguments.cache:
         Path(arguments.cache).write_bytes(pickle.dumps({key: e._shallow for key, e in _estimators.items()}))
 

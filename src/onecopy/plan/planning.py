@@ -167,7 +167,7 @@ def _lines(p: Plan) -> list[str]:
     lines = [
         f"{p.subject.name}: {_count(p.numel)} parameters on {p.machine} ({p.machine.gpu.memory / GIB:.1f} GiB each)",
         f"stage {s.stage}, micro-batch {s.micro_batch}, {f'{p.sequence} tokens a sample, ' if p.subject.sequence else ''}accumulation "
-        f"{s.accumulation}, {_recomputed(s.checkpointing)}, {s.precision}{', compiled' if s.compiled else ''}",
+        f"{s.accumulation}, {_recomputed(s.checkpointing)}, {s.precision}{', compiled by engine.compile()' if s.compiled else ''}",
         "",
         "Memory a GPU at the peak",
     ]
