@@ -39,14 +39,19 @@ def flat_buffers(engine: Engine) -> list[FlatBuffer]:
 
 def plain_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     """Parameters outside flat buffers, and persistent buffers: whole on every rank, by their first name."""
-    sharded = {name for flat in flat_buffers(engine) for name in flat.names}
-    found: dict[str, torch.Tensor] = {n: p for n, p in engine.module.named_parameters() if n not in sharded}
+    names = engine_names(engine)
+    found: dict[str, torch.Tensor] = {n: p for n, p in engine.module.named_parameters() if id(p) not in names}
     seen: set[int] = set()
     for name, buffer in persistent_buffers(engine.module):
         if id(buffer) not in seen:
             seen.add(id(buffer))
             found[name] = buffer
     return found
+
+
+def engine_names(engine: Engine) -> dict[int, str]:
+    """The name of each parameter in a flat buffer by identity: what it was called at `initialize`, wrapped since or not."""
+    return {id(p): name for flat in flat_buffers(engine) for p, name in zip(flat.parameters, flat.names, strict=True)}
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,11 +69,13 @@ def model_entries(engine: Engine) -> dict[str, ModelEntry]:
     places = {
         name: (flat, place) for flat in flat_buffers(engine) for name, place in zip(flat.names, flat.layout.ranges)
     }
+    names = engine_names(engine)
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            entries[known].aliases.append(name)
-        elif name in places:
+        if id(parameter) in first:
+            entries[first[id(parameter)]].aliases.append(name)
+            continue
+        first[id(parameter)] = name = names.get(id(parameter), name)
+        if name in places:
             flat, place = places[name]
             entries[name] = ModelEntry("trained" if flat.trainable else "frozen", _name(flat.dtype), place.shape)
         else:

@@ -70,6 +70,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     if found is None:
         return param.detach().float().clone() if param.numel() or 0 in param.shape else None
     home, flat = found
+    flat.take_edits()
     kept = flat.master if flat.master is not None else flat.shard
     assert kept is not None
     return _gathered(flat.communicator, flat, home.index, kept).float()

@@ -18,6 +18,7 @@ from onecopy.engine.attributes import mark_parameters, unmark_parameters
 from onecopy.engine.blocks import BlockMethods
 from onecopy.engine.contract import Contract
 from onecopy.engine.dtypes import move_buffers
+from onecopy.engine.live_weights import LiveWeights, StaysInPlace
 from onecopy.engine.persistence import Persistence
 from onecopy.engine.reporting import Reporter
 from onecopy.engine.scaling import ScaledGradients
@@ -85,6 +86,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         self._order_agreed = communicator.world_size == 1
         self._destroyed = False
         self._build(optimizer, model_parameters)
+        object.__setattr__(model, "_apply", StaysInPlace(self))
 
     # ---------------------------------------------------------------------------------------------------------- building
     def _build(self, optimizer: Any, model_parameters: Any) -> None:
@@ -123,6 +125,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         self.runtime.scale_outputs = self._scale_output_gradient
         self.runtime.gradient_divisor = self._divisor
         mark_parameters(self.module, self.units, self.configuration, self.communicator)
+        self.live = LiveWeights(self.module)
         self.basic_optimizer = inner
         self.optimizer: ShardedOptimizer | None = None
         if inner is not None:
@@ -267,6 +270,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
     def _update(self) -> None:
         """What a boundary does to weights and gradients, without the counters: `optimizer.step()`."""
         self._check_states_are_here()
+        self.live.look(self.units)
         self.gradients.settle()
         outcome = self.optimizer_step.apply(self._divisor(), self.configuration.gradient_clipping)
         if outcome.unused and not self.configuration.zero.ignore_unused_parameters:
@@ -365,6 +369,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         self.runtime.begin_window()
         self.runtime.detach()
         self._leave_blocks()
+        vars(self.module).pop("_apply", None)
         self._free()
         unmark_parameters(self.module)
         self.reporter.close()

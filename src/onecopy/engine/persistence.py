@@ -111,6 +111,7 @@ class Persistence:
                 "the engine has been destroyed and holds no state; save before destroy(), or initialize anew"
             )
         engine._check_states_are_here()
+        engine.live.look(engine.units)
 
     def wait_for_checkpoint(self) -> None:
         """Return when an asynchronous save is complete; raise what it failed with. Not collective."""

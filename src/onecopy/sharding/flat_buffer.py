@@ -11,6 +11,7 @@ from torch import nn
 
 from onecopy.comm import Communicator, PendingGather
 from onecopy.comm.wire import Wire
+from onecopy.errors import ModelError
 from onecopy.layout import FlatLayout, Place, Placement
 from onecopy.sharding.parameter import ZeroParamStatus, guard, unguard
 from onecopy.sharding.pending import is_unloaded, stop_waiting, take_weights, unknown
@@ -63,6 +64,7 @@ class FlatBuffer:
         self._refresh: PendingGather | None = None
         self._wire: Wire | None = None  # of `whole`, once it has been refreshed
         self._whole_views: list[torch.Tensor] = []
+        self._seen: list[tuple[int, int]] = []  # address and version of each whole parameter, when last looked at
         self._take_weights()
 
     def __repr__(self) -> str:
@@ -114,6 +116,7 @@ class FlatBuffer:
         self.bind_whole()
         if self.trainable:
             self.master = self._master_of(flat)
+        self._seen = [(p.data_ptr(), p._version) for p in self.parameters]
 
     def _new_whole(self, dtype: torch.dtype) -> torch.Tensor:
         """Room [n] for all weights; in memory that refreshes can gather into, where these will be refreshed."""
@@ -211,6 +214,41 @@ class FlatBuffer:
             kept[here] = new if where is None else torch.where(where.reshape(-1)[inside], new, kept[here])
         if self.whole is not None:
             self._whole_views[index].view(-1).copy_(flat_values)
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Take over into the masters what was written into whole parameters since the last time, or put in their place.
+
+        Not collective: each rank takes its own part. What did not change keeps the precision of its master.
+
+        Raises:
+            ModelError: a parameter has another shape than before, or no values.
+        """
+        if self.whole is None or self._refresh is not None:  # a parameter that is being refreshed cannot be touched unseen
+            return
+        now = [(p.data_ptr(), p._version) for p in self.parameters]
+        if now == self._seen:
+            return
+        for index, parameter in enumerate(self.parameters):
+            if now[index] != self._seen[index]:
+                self._take_edit(index, parameter, moved=now[index][0] != self._seen[index][0])
+        self._seen = [(p.data_ptr(), p._version) for p in self.parameters]
+
+    def _take_edit(self, index: int, parameter: nn.Parameter, moved: bool) -> None:
+        view, master = self._whole_views[index], self.master
+        if parameter.shape != view.shape or parameter.is_meta != view.is_meta:
+            raise ModelError(
+                f"parameter '{self.names[index]}' was given data of shape {list(parameter.shape)} on the {parameter.device.type} device; "
+                f"the engine needs {list(view.shape)} on {view.device.type}, so give it that or rebuild the engine"
+            )
+        if moved:
+            view.copy_(parameter)
+            parameter.data = view
+        part = self.local_part(index)
+        if master is not None and part is not None and master.dtype != self.dtype:
+            here, inside = part
+            new = view.reshape(-1)[inside]
+            master[here] = torch.where(new == master[here].to(new.dtype), master[here], new.to(master.dtype))
 
     def free(self) -> None:
         """Let go of masters and shards; whole weights stay the parameters' own, and forget this buffer."""

@@ -21,6 +21,15 @@ def destroyed(name: str, func: Callable[..., Any]) -> str:
     )
 
 
+def loading(name: str, world_size: int) -> str:
+    """`load_state_dict` met a sharded parameter."""
+    return (
+        f"load_state_dict cannot write parameter '{name}', which is sharded over {world_size} ranks; on every rank call "
+        "engine.load_module_state_dict(state_dict), or load before onecopy.initialize, or wrap the call in "
+        "`with onecopy.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):`"
+    )
+
+
 def double_backward(units: int) -> str:
     """A backward that builds a graph met weights whose slot others use."""
     return (

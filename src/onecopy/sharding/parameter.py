@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onecopy.errors import ReleasedParameterError
+from onecopy.sharding import messages
+
 if TYPE_CHECKING:
     from onecopy.sharding.runtime import Runtime
     from onecopy.sharding.unit import Unit
@@ -75,6 +78,15 @@ def unguard(parameter: nn.Parameter) -> None:
     kind = UNGUARDED.get(type(parameter))
     if kind is not None:
         parameter.__class__ = kind
+
+
+def refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before `load_state_dict`: raises ReleasedParameterError where a weight of `module` itself is not here."""
+    for name, parameter in module._parameters.items():
+        if type(parameter) in UNGUARDED and parameter.shape == (0,):  # type: ignore[union-attr]
+            given, home = state_dict.get(prefix + name), parameter._onecopy  # type: ignore[union-attr]
+            if given is not None and tuple(given.shape) != (0,):
+                raise ReleasedParameterError(messages.loading(home.name, home.runtime.communicator.world_size))
 
 
 _T = torch.Tensor

@@ -25,7 +25,7 @@ from onecopy.sharding.gathering import Gathering, Limits
 from onecopy.sharding.gradients import FlatGradient, Gradients
 from onecopy.sharding.order import Order
 from onecopy.sharding.outputs import prepare_outputs
-from onecopy.sharding.parameter import ParameterHome
+from onecopy.sharding.parameter import ParameterHome, refuse_loading
 from onecopy.sharding.slots import Slot, SlotPool
 from onecopy.sharding.unit import Unit
 
@@ -90,6 +90,8 @@ class Runtime:
                 self._hook(module, self._unit_before(unit), self._unit_after)
             elif id(module) not in inside and type(module).forward is not nn.Module.forward:
                 self._hook(module, self._outer_before, self._outer_after)
+            if module._parameters:
+                self._handles.append(module.register_load_state_dict_pre_hook(refuse_loading))
         for unit in self.units:
             for flat in unit.buffers:
                 self._attach_parameters(unit, flat)

@@ -6,10 +6,8 @@ Lightning moves a module to the CPU when a fit ends, and takes all its hooks off
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from onecopy import engine as room
@@ -19,7 +17,7 @@ from onecopy.integrations.deepspeed.configuration import DeepSpeedConfig
 from onecopy.integrations.deepspeed.optimizers import complete_optimizer
 from onecopy.integrations.deepspeed.parameters import complete_parameters
 from onecopy.integrations.deepspeed.recovery import leave_scripts
-from onecopy.observe.log import keep_quiet, log_once
+from onecopy.observe.log import keep_quiet
 
 
 @functools.wraps(room.initialize)
@@ -36,7 +34,6 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
     _complete(engine, kwargs)
     if kwargs.get("lr_scheduler") is not None:
         keep_quiet(("scheduler not given", id(engine)))  # who takes it off the engine afterwards saves it, too
-    object.__setattr__(engine.module, "_apply", _StaysInPlace(engine))
     return made
 
 
@@ -71,27 +68,3 @@ def _nothing_to_train(options: dict[str, Any]) -> bool:
     config = options.get("config") or options.get("config_params")
     no_optimizer = options.get("optimizer") is None and isinstance(config, dict) and "optimizer" not in config
     return no_optimizer and isinstance(options.get("model_parameters"), list) and not options["model_parameters"]
-
-
-class _StaysInPlace:
-    """A module's `_apply` while an engine holds its weights: `to`, `cpu`, `half` and the like leave it as it is."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        module = self.engine.module
-        if self.engine._destroyed:
-            vars(module).pop("_apply", None)
-            applied: nn.Module = module._apply(function, recurse)
-            return applied
-        device = self.engine.device
-        for unit in self.engine.units:
-            for flat in unit.buffers:
-                moved = function(torch.empty(0, dtype=flat.dtype, device=device))
-                if (moved.dtype, moved.device) != (flat.dtype, device):
-                    log_once(
-                        ("stays", id(self.engine)),
-                        f"the engine keeps the weights on {device} in {flat.dtype}; moving or casting its module does nothing",
-                    )
-        return module
