@@ -182,16 +182,12 @@ def sentences(ranked: list[Choice], estimator: Estimator, machine: Machine) -> l
     said = []
     if not fitting:
         least = min(ranked, key=lambda c: c.bound)
-        needed = _gpus_needed(estimator, least.setting, machine)
         said.append(
             f"Nothing fits {machine}: the smallest setting (stage {least.setting.stage}, "
             f"{least.setting.checkpointing} checkpointing, micro-batch "
             f"{least.setting.micro_batch}) needs up to {least.bound / GIB:.1f} GiB of {machine.gpu.memory / GIB:.1f} GiB a GPU."
         )
-        said.append(
-            f"The smallest change that fits: {needed} GPUs of this kind at stage 3." if needed
-            else "More GPUs alone do not help (activations or slots of one GPU are too large): use shorter sequences or larger GPUs."
-        )  # fmt: skip
+        said.append(_smallest_change(estimator, least.setting, machine))
         return said
     best = fitting[0]
     said.append(
@@ -230,15 +226,17 @@ def sentences(ranked: list[Choice], estimator: Estimator, machine: Machine) -> l
     return said
 
 
-def _gpus_needed(estimator: Estimator, setting: Setting, machine: Machine) -> int:
-    """The smallest power-of-two count at which stage 3 with full checkpointing fits; 0 when none does."""
-    wanted = replace(setting, stage=3, checkpointing="full", micro_batch=1)
+def _smallest_change(estimator: Estimator, setting: Setting, machine: Machine) -> str:
+    """The first that fits: stage 3 with full checkpointing here, then the same on twice as many GPUs, and so on."""
+    how = "full" if "full" in estimator.checkpointings(setting) else "none"
+    wanted = replace(setting, stage=3, checkpointing=how, micro_batch=1)
     count = machine.count
-    while count < 16_384:
-        count *= 2
+    while count <= 16_384:
         other = Estimator(estimator.subject, count, estimator.sequence, estimator.base)
         other._shallow = estimator._shallow  # activations do not depend on the world
         allocated = other.peak(wanted)
         if allocated + sum(part.bound for part in unseen(allocated, count)) <= machine.gpu.memory:
-            return count
-    return 0
+            where = f"{count} GPUs of this kind at stage 3" if count > machine.count else "stage 3"
+            return f"The smallest change that fits: {where}, {how} checkpointing and micro-batch 1."
+        count *= 2
+    return "More GPUs alone do not help (activations or slots of one GPU are too large): use shorter sequences or larger GPUs."

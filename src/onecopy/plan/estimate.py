@@ -18,6 +18,7 @@ from onecopy.engine.whereabouts import block_of
 from onecopy.errors import ModelError, OneCopyError, PlanError
 from onecopy.plan.extended import DEEP, Extended
 from onecopy.plan.hardware import Machine
+from onecopy.plan.loops import Watchful
 from onecopy.plan.rehearsal import Rehearsal, Subject, rehearse
 from onecopy.plan.tape import Event, Tape, between
 from onecopy.plan.timing import Played, Rates, play
@@ -78,7 +79,10 @@ def exact(
     """Rehearse one setting with the whole model."""
     config = _silent(setting.config(base))
     with virtual_world(world_size, accelerator), readable_errors(subject):
-        return rehearse(subject, config, setting.micro_batch, sequence, windows=windows, warm=True, tape=tape)
+        return rehearse(
+            subject, config, setting.micro_batch, sequence, windows=windows, warm=True, tape=tape,
+            ledger=Watchful(subject.name, sequence),
+        )  # fmt: skip
 
 
 def _silent(document: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +236,7 @@ def _largest(profile: Profile) -> dict[Segment, int]:
     return most
 
 
-def _sizes_of(subject: Subject) -> tuple[int, int]:
+def sizes_of(subject: Subject) -> tuple[int, int]:
     """(elements, bytes) of a model, built without memory and without an engine."""
     with FakeTensorMode(), readable_errors(subject):
         model = subject.build()
@@ -292,7 +296,7 @@ class Estimator:
     def sizes(self) -> tuple[int, int]:
         """(elements, bytes) of the whole model as built."""
         if self._sizes is None:
-            self._sizes = _sizes_of(self.subject)
+            self._sizes = sizes_of(self.subject)
         return self._sizes
 
     def _blocks_are_equal(self) -> bool:
@@ -302,7 +306,7 @@ class Estimator:
             if self.subject.shrink is None or self.subject.layers <= high + 2:
                 self._equal = False
             else:
-                small, large = (_sizes_of(self._shrunk(depth))[0] for depth in (low, high))
+                small, large = (sizes_of(self._shrunk(depth))[0] for depth in (low, high))
                 expected = large + (self.subject.layers - high) * (large - small) // (high - low)
                 self._equal = self.sizes()[0] == expected
         return self._equal

@@ -19,20 +19,11 @@ from torch._guards import detect_fake_mode
 from onecopy.errors import PlanError
 from onecopy.plan.presets import PRESETS
 from onecopy.plan.rehearsal import Subject
+from onecopy.plan.tasks import TASKS, longest_of, task_of
 
-# Fixed sequence lengths of models that have no tokens.
-_VISION = ("vit", "deit", "swin", "convnext", "dinov2")
-_LEARNED_POSITIONS = (
-    "gpt2",
-    "opt",
-    "bert",
-    "roberta",
-    "electra",
-    "distilbert",
-    "bart",
-    "gpt_neo",
-    "gpt_bigcode",
-)  # a row each
+_LEARNED_POSITIONS = (  # a row each
+    "gpt2", "opt", "bert", "roberta", "electra", "distilbert", "bart", "gpt_neo", "gpt_bigcode",
+)  # fmt: skip
 
 
 def subject_for(model: str | Path | nn.Module | Subject) -> Subject:
@@ -62,10 +53,16 @@ def subject_for(model: str | Path | nn.Module | Subject) -> Subject:
             raise PlanError(f"{file} is no JSON: {error}") from None
         if not isinstance(content, dict) or "model_type" not in content:
             raise PlanError(f"{file} has no model_type; give the config.json that Hugging Face's save_pretrained wrote")
-        return from_config_dict(content, path.stem if path.is_dir() else path.parent.name or path.stem, text)
+        return from_config_dict(content, _name_of(path), text)
     near = difflib.get_close_matches(text.lower(), PRESETS, n=3, cutoff=0.4)
     hint = f"the nearest presets are {', '.join(near)}" if near else f"presets are {', '.join(PRESETS)}"
     raise PlanError(f"model '{text}' is no preset, no folder with a config.json and no package.module:function; {hint}")
+
+
+def _name_of(path: Path) -> str:
+    """A folder's name, or that of a file which is not called as all are."""
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    return path.stem if path.is_file() and path.name != "config.json" else folder.name
 
 
 def from_config_dict(content: dict[str, Any], name: str, source: str = "") -> Subject:
@@ -91,67 +88,65 @@ def from_config_dict(content: dict[str, Any], name: str, source: str = "") -> Su
             f"model_type '{content['model_type']}' is not known to transformers; nearest: {', '.join(near) or 'none'}"
         ) from None
     config.use_cache = False
-    kind = _task_of(content)
-    if kind == "sequence" and getattr(config, "decoder_start_token_id", None) is None:
+    _import_model_of(config)
+    task = task_of(content)
+    if task in ("sequence", "speech") and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 0
-    vocabulary = getattr(config, "vocab_size", 0)
-
-    def build() -> nn.Module:
-        return _build(config, kind)
+    if task == "classification" and config.pad_token_id is None:
+        config.pad_token_id = 0  # where the sample ends: of whole batches it does not matter
+    longest = longest_of(config, task)
+    fixed = content["model_type"] in _LEARNED_POSITIONS or task == "speech"
+    auto, inputs = TASKS[task]
 
     def batch(size: int, length: int) -> dict[str, Any]:
-        if longest and length > longest and content["model_type"] in _LEARNED_POSITIONS:
+        if longest and length > longest and fixed:
             raise PlanError(
                 f"{name} has positions for {longest:,} tokens; plan at most so many (--seq {longest}) instead of {length:,}"
             )
-        if kind == "image":
-            side = config.image_size
-            pixels = torch.randn(size, config.num_channels, side, side)
-            return {"pixel_values": pixels, "labels": torch.zeros(size, dtype=torch.long)}
-        ids = torch.randint(0, vocabulary, (size, length))
-        return {"input_ids": ids, "labels": ids.clone()}
+        return inputs(config, size, length)
 
-    key = next((k for k in ("num_hidden_layers", "n_layer", "num_layers") if k in content), None)
+    deep = _depth_of(content, two_stacks=task in ("sequence", "speech"))
     return Subject(
-        name, build, batch, lambda output: output.loss, 0 if kind == "image" else min(longest or 1024, 4096), source,
-        layers=content[key] if key and kind != "sequence" else 0,
-        shrink=(lambda layers: from_config_dict(_shallower(content, key, layers), name, source)) if key and kind != "sequence" else None,
+        name, lambda: _build(config, auto), batch, lambda output: output.loss, 0 if task == "image" else min(longest or 1024, 4096), source,
+        layers=deep,
+        shrink=(lambda layers: from_config_dict(_shallower(content, deep, layers), name, source)) if deep else None,
     )  # fmt: skip
 
 
-def _shallower(content: dict[str, Any], key: str, layers: int) -> dict[str, Any]:
+def _import_model_of(config: Any) -> None:
+    """Before any rehearsal: what of it an accelerator has kernels for is found by name (`as_accelerator`)."""
+    place = type(config).__module__.replace("configuration_", "modeling_")
+    if place != type(config).__module__ and importlib.util.find_spec(place) is not None:
+        importlib.import_module(place)
+
+
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+
+
+def _depth_of(content: dict[str, Any], two_stacks: bool) -> int:
+    """The blocks of a model, of each stack where it has two; 0 where that is not said, or they are not equally deep."""
+    depths = {content[key] for key in _DEPTHS if isinstance(content.get(key), int)}
+    if two_stacks and "num_layers" not in content and "decoder_layers" not in content:
+        return 0
+    return depths.pop() if len(depths) == 1 else 0
+
+
+def _shallower(content: dict[str, Any], whole: int, layers: int) -> dict[str, Any]:
     """The configuration with so many blocks; lists that have an entry a block are cut too."""
-    whole = content[key]
     return {
-        name: layers if name == key else value[:layers] if isinstance(value, list) and len(value) == whole else value
+        name: layers
+        if name in _DEPTHS
+        else value[:layers]
+        if isinstance(value, list) and len(value) == whole
+        else value
         for name, value in content.items()
     }
 
 
-def _task_of(content: dict[str, Any]) -> str:
-    kind = str(content["model_type"])
-    if kind.startswith(_VISION):
-        return "image"
-    named = " ".join(content.get("architectures") or [])
-    if "MaskedLM" in named or (
-        not named and kind in ("bert", "roberta", "deberta-v2", "electra", "distilbert", "modernbert")
-    ):
-        return "masked"
-    if "Seq2Seq" in named or "ConditionalGeneration" in named or kind in ("t5", "mt5", "bart"):
-        return "sequence"
-    return "causal"
-
-
-def _build(config: Any, kind: str) -> nn.Module:
+def _build(config: Any, auto: str) -> nn.Module:
     import transformers
 
-    maker = {
-        "causal": transformers.AutoModelForCausalLM,
-        "masked": transformers.AutoModelForMaskedLM,
-        "sequence": transformers.AutoModelForSeq2SeqLM,
-        "image": transformers.AutoModelForImageClassification,
-    }[kind]
+    maker = getattr(transformers, auto)
     try:
         with _without_initial_values():
             model: nn.Module = maker.from_config(config)
@@ -159,12 +154,10 @@ def _build(config: Any, kind: str) -> nn.Module:
         if "Unrecognized configuration class" not in str(error):
             raise
         raise PlanError(
-            f"model_type '{config.model_type}' has no {kind} model in transformers; write a function that returns (module, inputs) and "
-            "name it as package.module:function"
+            f"model_type '{config.model_type}' is not among those that transformers' {auto} makes; write a function that returns "
+            "(module, inputs) and name it as package.module:function"
         ) from None
     model.tie_weights()  # type: ignore[operator]  # is left out together with the initial values
-    if kind == "causal" and getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # what transformers takes, and says so, where a class is named otherwise
     return model
 
 

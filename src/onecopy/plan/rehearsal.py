@@ -118,7 +118,7 @@ def rehearse(
         hooks.callback(adopt_state_before_steps(engine, ledger).remove)
         if around is not None:
             around(engine, ledger, whereabouts)
-        batch = subject.batch(micro_batch, sequence)
+        batch = _as_computed(subject.batch(micro_batch, sequence), engine.configuration.compute_dtype)
         ledger.adopt((value for value in batch.values()), "batch")
         if warm:
             whereabouts.begin("step")
@@ -139,6 +139,14 @@ def rehearse(
         resting = ledger.by_category(len(ledger.events))
         units = [(unit.name, sum(flat.numel for flat in unit.buffers)) for unit in engine.units]
     return Rehearsal(ledger, done, model_bytes, numel, resting, units, memory)
+
+
+def _as_computed(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Floating-point inputs in the type that the model computes in, as its user must give them."""
+    return {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
 
 
 def _end(engine: Any, ledger: Ledger) -> None:

@@ -6,6 +6,7 @@ engine runs in it as it is: the same hooks, slots, order and step, so what it wo
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -69,6 +70,7 @@ def virtual_world(world_size: int, accelerator: bool = True, rank: int = 0) -> I
             del os.environ[name]
         stack.enter_context(_fake_tensors_are_plain())
         stack.enter_context(each_text_once())  # of an engine that an answer builds dozens of times
+        stack.enter_context(_without_advice_of_transformers())
         if "transformers.masking_utils" in sys.modules:
             # Its answer depends on values: a batch of whole sequences, as in training on packed text of one length, needs no mask.
             stack.enter_context(
@@ -101,6 +103,18 @@ def communicator_here() -> Communicator | None:
     communicator = RecordingCollective(dist.new_group(ranks), dist.new_group(ranks), CPU)
     communicator._sums_on_the_wire = True  # as NCCL does
     return communicator
+
+
+@contextmanager
+def _without_advice_of_transformers() -> Iterator[None]:
+    """Which kernels to install for speed, which loss a class has: about a run here, not about the one that is planned."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _leave() -> None:
