@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -202,3 +204,107 @@ def test_a_released_parameter_raises_and_names_the_remedy(world: GetWorld) -> No
         for message in said[:4]:
             assert "'0.0.weight'" in message and "GatheredParameters" in message
         assert said[4] == str(3 * 30 + 18)
+
+
+class FusedLoss(torch.autograd.Function):
+    """A loss that multiplies by the weight of a layer nobody calls, and keeps nothing else of it for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, again: bool) -> torch.Tensor:
+        ctx.again = again
+        if again:
+            ctx.save_for_backward(hidden, weight)
+        else:  # the gradients are made here, as Liger does
+            grad = 2 * hidden @ weight.t() / hidden.shape[0]
+            ctx.save_for_backward(grad @ weight, grad.t() @ hidden)
+        return (hidden @ weight.t()).square().sum() / hidden.shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        if not ctx.again:
+            of_hidden, of_weight = ctx.saved_tensors
+            return grad * of_hidden, grad * of_weight, None
+        hidden, weight = ctx.saved_tensors
+        with onecopy.zero.GatheredParameters([weight]):  # as TRL does
+            logits = 2 * grad * hidden @ weight.t() / hidden.shape[0]
+            return logits @ weight, logits.t() @ hidden, None
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.head = nn.Linear(5, 7, bias=False)
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        with onecopy.zero.GatheredParameters([self.head.weight]):
+            if way == "operation":
+                loss: torch.Tensor = (x @ self.head.weight.t()).square().sum() / x.shape[0]
+                return loss
+            return FusedLoss.apply(x, self.head.weight, way == "again")  # type: ignore[no-any-return]
+
+
+def fused(frozen: bool) -> None:
+    """Whatever the loss keeps of the head's weight, gradients are those of a plain model."""
+    for way in ("operation", "ahead", "again"):
+        plain, model = Fused(), Fused()
+        plain.head.requires_grad_(not frozen)
+        model.head.requires_grad_(not frozen)
+        document = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "gradient_clipping": 0.0,
+        }
+        engine, *_ = onecopy.initialize(model=model, config=document)
+        everyone = torch.randn(2 * engine.dp_world_size, 5, generator=torch.Generator().manual_seed(3))
+        optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(3):
+            engine.backward(engine(batch(engine, 3), way))
+            engine.step()
+            plain(everyone, way).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            whole = safe_get_full_fp32_param(parameter)
+            assert whole is not None
+            torch.testing.assert_close(whole, plain.get_parameter(name), msg=f"{way}: {name}")
+        engine.destroy()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_gathered_in_a_forward_serve_its_backward(world: GetWorld, frozen: bool) -> None:
+    world(2).run(fused, frozen)
+
+
+def name_entries() -> list[str]:
+    """PEFT reads a state dictionary's names and leaves its tensors alone; tensors that are not here must not be saved."""
+    engine = engine_of(3)
+    entries = engine.module.state_dict()
+    assert list(entries) == [name for name, _ in engine.module.named_parameters()] and "0.0.weight" in repr(entries)
+    said = []
+    with tempfile.TemporaryFile() as file:
+        for read in (
+            lambda: torch.save(entries, file),
+            lambda: copy.deepcopy(entries),
+            lambda: entries["0.0.weight"].cpu(),
+            lambda: nn.Sequential(nn.Sequential(nn.Linear(5, 5))).load_state_dict(entries, strict=False),
+            engine.module_state_dict,
+        ):
+            try:
+                read()
+                said.append("nothing")
+            except RuntimeError as error:
+                said.append(str(error))
+    with onecopy.zero.GatheredParameters(list(engine.module.parameters())):
+        assert torch.equal(entries["0.0.weight"].clone(), engine.module[0][0].weight)
+    engine.destroy()
+    return said
+
+
+def test_a_state_dictionary_of_released_weights_has_names_and_raises_when_read(world: GetWorld) -> None:
+    for said in world(2).run(name_entries):
+        assert all("'0.0.weight'" in message and "GatheredParameters" in message for message in said), said

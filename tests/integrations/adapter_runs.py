@@ -22,6 +22,9 @@ from trl import SFTConfig, SFTTrainer
 from tests.integrations.hf_runs import small_model, zero
 
 ADAPTERS = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
+HEADED = LoraConfig(
+    r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM", lora_dropout=0.0
+)
 WORDS = [f"w{number}" for number in range(30)]
 
 
@@ -112,28 +115,37 @@ def words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
 
 
-def run_sft(stage: str, with_adapters: bool) -> dict[str, Any]:
-    """TRL's SFTTrainer on texts, saved as its users save."""
+def sft(stage: str, folder: str, adapters: LoraConfig | None, resume: bool = False) -> SFTTrainer:
+    """TRL's SFTTrainer on texts, saved every second step where there are adapters."""
     AcceleratorState._reset_state(reset_partial_state=False)
     texts = [" ".join(WORDS[(start + step * start) % 30] for step in range(10)) for start in range(64)]
-    folder = f"sft_{stage}_{with_adapters}"
-    config = SFTConfig(**options(stage, folder), max_length=16, save_strategy="no", dataset_num_proc=None)
+    saving = {"save_strategy": "no"} if adapters is None else {"save_steps": 2}
+    config = SFTConfig(**options(stage, folder), **saving, max_length=16, dataset_num_proc=None)
     trainer = SFTTrainer(
         model=small_model(),
         args=config,
         train_dataset=Dataset.from_dict({"text": texts}),
         processing_class=words(),
-        peft_config=ADAPTERS if with_adapters else None,
+        peft_config=adapters,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+    return trainer
+
+
+def run_sft(stage: str, adapters: LoraConfig | None) -> dict[str, Any]:
+    """Losses, what was saved as its users save, and the losses of a resumed run where there are adapters."""
+    folder = f"sft_{stage}_{len(adapters.modules_to_save or ()) if adapters else None}"
+    trainer = sft(stage, folder, adapters)
     trainer.save_model(folder)
     trainer.accelerator.wait_for_everyone()
     found: dict[str, Any] = {"losses": losses(trainer)}
     if trainer.is_world_process_zero():
         from safetensors.torch import load_file
 
-        name = "adapter_model.safetensors" if with_adapters else "model.safetensors"
+        name = "adapter_model.safetensors" if adapters else "model.safetensors"
         found["saved"] = sums(load_file(Path(folder) / name))
+    if adapters is not None:
+        found["resumed"] = losses(sft(stage, folder, adapters, resume=True))
     return found
 
 
@@ -141,6 +153,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for one in sys.argv[1:]:
         result = {"stage": one, "adapters": run_adapters(one)}
-        result |= {"sft": run_sft(one, False), "sft adapters": run_sft(one, True)}
+        result |= {"sft": run_sft(one, None), "sft adapters": run_sft(one, ADAPTERS), "sft head": run_sft(one, HEADED)}
         if int(torch.distributed.get_rank()) == 0:
             print("RESULT", json.dumps(result), flush=True)

@@ -1,4 +1,4 @@
-"""PEFT's LoRA and TRL's SFTTrainer at stages 2 and 3 on two ranks: losses, saved adapters and models as without onecopy."""
+"""PEFT's LoRA and TRL's SFTTrainer at stages 1 to 3 on two ranks: losses, saved adapters and models as without onecopy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(folder: Path, *stages: str) -> dict[str, dict[str, Any]]:
     return {each["stage"]: each for each in found}
 
 
-@pytest.mark.parametrize("stage", [pytest.param("2", marks=pytest.mark.slow), "3"])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in "12"), "3"])
 def test_adapters_and_sft_train_save_resume_and_merge(stage: str, tmp_path: Path) -> None:
     found = run(tmp_path, "plain", stage)
     plain, ours = found["plain"]["adapters"], found[stage]["adapters"]
@@ -39,6 +39,7 @@ def test_adapters_and_sft_train_save_resume_and_merge(stage: str, tmp_path: Path
     assert ours["saved"] == pytest.approx(plain["saved"], rel=1e-5)
     assert ours["opened"] == pytest.approx(plain["opened"], rel=1e-5)
     assert ours["merged"] == pytest.approx(plain["opened"], rel=1e-5)
-    for name in ("sft", "sft adapters"):
+    for name in ("sft", "sft adapters", "sft head"):
         assert found[stage][name]["losses"] == pytest.approx(found["plain"][name]["losses"], rel=1e-5)
         assert found[stage][name]["saved"] == pytest.approx(found["plain"][name]["saved"], rel=1e-5)
+        assert found[stage][name].get("resumed") in (None, found[stage][name]["losses"])

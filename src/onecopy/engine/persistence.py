@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from onecopy.errors import ModelError
+from onecopy.sharding.parameter import ReleasedEntry
 
 if TYPE_CHECKING:
     import torch
@@ -182,6 +183,9 @@ class Persistence:
         """
         module = cast("Engine", self).module
         state: dict[str, Any] = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for value in state.values():
+            if isinstance(value, ReleasedEntry):
+                value.clone()  # raises
         if exclude_frozen_parameters:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:

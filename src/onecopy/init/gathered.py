@@ -22,6 +22,9 @@ class GatheredParameters:
         fwd_module: accepted for DeepSpeed's signature; parameters used by other modules are fetched by themselves.
         enabled: False makes it do nothing.
 
+    Inside a forward that is trained, or in its backward, the parameters stay until that backward is over, as those do that a
+    module borrows from another: what autograd has saved of them, and the gradients that it brings them, need them whole.
+
     Memory: the flat buffers that hold the parameters, whole and in the compute dtype, and with `modifier_rank` a copy
     of the parameters.
     """
@@ -53,6 +56,8 @@ class GatheredParameters:
         for parameter, home in self._homes:
             home.unit.finish_refresh()
             if not isinstance(parameter, GuardedParameter):
+                continue
+            if self._modifier is None and home.runtime.lend(home):
                 continue
             flat = _flat_of(parameter, home)
             if flat.key not in gathered:

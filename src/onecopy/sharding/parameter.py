@@ -5,6 +5,7 @@ While its weights are elsewhere (released, or being refreshed) a parameter's cla
 computing costs nothing.
 """
 
+import sys
 from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -57,9 +58,44 @@ def call_guarded(kind: type, func: Callable[..., Any], args: Any, kwargs: Any) -
         for value in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(value, kind):
                 home: ParameterHome = value._onecopy  # type: ignore[attr-defined]
-                home.runtime.touched(home, func)
+                try:
+                    home.runtime.touched(home, func)
+                except ReleasedParameterError:
+                    if func is _T.detach and sys._getframe(2).f_code is nn.Module._save_to_state_dict.__code__:
+                        return _entry_of(value)
+                    raise
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
+
+
+class ReleasedEntry(torch.Tensor):
+    """What `state_dict()` has for a parameter that is elsewhere: its name, for who needs no more; reading it raises."""
+
+    of: nn.Parameter
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def present(entry: ReleasedEntry) -> torch.Tensor:
+            if isinstance(entry.of, GuardedParameter):
+                home: ParameterHome = entry.of._onecopy  # type: ignore[attr-defined]
+                home.runtime.touched(home, func)
+            return entry.of.detach()
+
+        if func not in METADATA:
+            args, kwargs = torch.utils._pytree.tree_map_only(ReleasedEntry, present, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # debuggers and errors print state dictionaries
+        return f"ReleasedEntry({self.of._onecopy.name})"  # type: ignore[attr-defined]
+
+
+def _entry_of(parameter: Any) -> ReleasedEntry:
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # the whole one, or loading it would speak of sizes
+        entry = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(shape).as_subclass(ReleasedEntry)
+    entry.of = parameter
+    return entry
 
 
 # What a parameter's class becomes while it is guarded, and back. Another kind of plain parameter (one without memory,

@@ -269,6 +269,13 @@ class Runtime:
             text = messages.released(home.name, func, self.communicator.world_size)
             raise ReleasedParameterError(text if self.attached else messages.destroyed(home.name, func))
 
+    def lend(self, home: ParameterHome) -> bool:
+        """Gather a parameter for the forward or backward under way, which gives it back; whether there is one. Collective."""
+        if not in_backward() and not (self._stack and torch.is_grad_enabled()):
+            return False
+        self.touched(home, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+        return True
+
     # ---------------------------------------------------------------------------------------------------------- backward
     def _enter_backward(self) -> None:
         """The first hook of a backward prepares the gradients and asks autograd to call us at its end."""
