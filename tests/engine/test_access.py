@@ -184,6 +184,34 @@ def test_edits_are_seen_by_the_next_forward(world: GetWorld) -> None:
     world(2).run(edit_after_a_forward)
 
 
+def forwards_inside() -> None:
+    """Forwards while a context holds weights: lent parameters stay whole, all of them need no other rank."""
+    engine = engine_of(3)
+    parameters = list(engine.module.parameters())
+    engine.backward(loss_of(engine))
+    engine.step()
+    with torch.no_grad():
+        wanted = engine(torch.ones(1, 5))
+        with onecopy.zero.GatheredParameters(parameters[0]):
+            kept = parameters[0].clone()
+            assert torch.equal(engine(torch.ones(1, 5)), wanted) and torch.equal(parameters[0], kept)
+        with onecopy.zero.GatheredParameters(parameters):
+            for _ in range(1 + 2 * engine.global_rank):  # as ranks generate to lengths of their own
+                assert torch.equal(engine(torch.ones(1, 5)), wanted)
+            assert all(parameter.numel() for parameter in parameters)
+    assert all(parameter.numel() == 0 for parameter in parameters)
+    first, second = (loss_of(engine, number) for number in (1, 2))
+    with onecopy.zero.GatheredParameters(parameters[:3]):
+        engine.backward(first)
+    engine.backward(second)
+    engine.step()
+    engine.destroy()
+
+
+def test_forwards_inside_a_gathering_context(world: GetWorld) -> None:
+    world(3).run(forwards_inside, timeout=60)
+
+
 def read_released() -> list[str]:
     engine = engine_of(3)
     said = []

@@ -195,6 +195,27 @@ def test_gradients_with_respect_to_inputs_only() -> None:
     everywhere(Make(Stack), gradient_of_the_input)
 
 
+def gradient_by_transform(model: Any, micro_batch: int, rank: int) -> Iterator[torch.Tensor]:
+    x = data(micro_batch, rank).detach()
+    gradient = torch.func.grad(lambda value: model(value).square().mean())(x)
+    yield (model(x) * gradient).sum() + torch.func.vmap(model)(x).square().mean()
+
+
+def transformed(stage: int) -> None:
+    engine, _, _, _ = onecopy.initialize(model=Make(Stack)(), config=configuration(stage))
+    try:
+        next(gradient_by_transform(engine, 0, engine.communicator.rank))
+    finally:
+        engine.destroy()
+
+
+def test_functional_transforms_are_right_or_refused() -> None:
+    """`torch.func` through whole weights is torch's; through sharded ones it is an error in words."""
+    everywhere(Make(Stack), gradient_by_transform, stages=(0, 2))
+    with pytest.raises(ModelError, match="torch.func"):
+        world(2).run(transformed, 3)
+
+
 def gradient_penalty(model: Any, micro_batch: int, rank: int) -> Iterator[torch.Tensor]:
     x = data(micro_batch, rank)
     output = model(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -138,6 +139,8 @@ def copies(stage: int) -> None:
     before = copy.deepcopy(model)
     engine = start(stage, model)
     step(engine, 0)
+    with pytest.raises(ModelError, match="save_16bit_model"):
+        torch.save(model, io.BytesIO())
     try:
         made = copy.deepcopy(model)
         with torch.no_grad():  # a copy that was made is right and independent

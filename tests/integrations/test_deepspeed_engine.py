@@ -72,6 +72,35 @@ def _counting_step_applies_nothing() -> None:
     engine.destroy()
 
 
+def _hooks_can_be_taken_off_for_a_generation() -> None:
+    """As TRL's `unwrap_model_for_generation` does it at stage 3; each rank calls the model as often as it likes."""
+    import deepspeed
+
+    def losses(between: bool) -> list[float]:
+        engine, found = _engine(3), []
+        for number in range(3):
+            if between:
+                with deepspeed.zero.GatheredParameters(engine.parameters()):
+                    offload = engine.optimizer.parameter_offload
+                    assert not list(offload.module.ds_external_parameters())
+                    for parameter in offload.module.parameters():
+                        parameter.ds_active_sub_modules.clear()
+                    for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+                        hook.remove()
+                    offload.forward_hooks, offload.backward_hooks = [], []
+                    for _ in range(1 + 2 * engine.global_rank):
+                        engine.module(torch.ones(1, 4)).sum().item()
+                    offload._register_deepspeed_module(offload.module)
+            loss = engine(torch.full((2, 4), float(number))).square().sum()
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        engine.destroy()
+        return found
+
+    assert losses(True) == losses(False)
+
+
 def _parameters_have_the_methods() -> None:
     from deepspeed.zero import GatheredParameters, ZeroParamStatus, ZeroParamType
 
@@ -147,6 +176,7 @@ def _frozen_parameters_of_one_rank_have_the_methods() -> None:
 
 
 CHECKS = [
+    _hooks_can_be_taken_off_for_a_generation,
     _optimizer_tells_its_mode,
     _counting_step_applies_nothing,
     _parameters_have_the_methods,

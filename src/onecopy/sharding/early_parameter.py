@@ -52,6 +52,9 @@ class EarlyParameter(nn.Parameter):
         early = early_shard(self)
         return f"EarlyParameter({early!r})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelError(f"{early_shard(self)!r} cannot be pickled; save model.state_dict() on every rank, whose tensors are whole")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
             known: nn.Parameter = memo[id(self)]

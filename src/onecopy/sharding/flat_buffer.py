@@ -64,6 +64,7 @@ class FlatBuffer:
         self._refresh: PendingGather | None = None
         self._wire: Wire | None = None  # of `whole`, once it has been refreshed
         self._whole_views: list[torch.Tensor] = []
+        self.lent: set[int] = set()  # sharded parameters that a gathering context holds whole, by place
         self._seen: list[tuple[int, int]] = []  # address and version of each whole parameter, when last looked at
         self._take_weights()
 
@@ -153,28 +154,32 @@ class FlatBuffer:
 
     # ------------------------------------------------------------------------------------------ weights for computing
     def bind(self, views: Sequence[torch.Tensor]) -> None:
-        """Let the parameters be these views."""
-        for parameter, view in zip(self.parameters, views, strict=True):
-            unguard(parameter)
-            parameter.data = view
+        """Let the parameters be these views, but for lent ones."""
+        for index, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
+            if index not in self.lent:
+                unguard(parameter)
+                parameter.data = view
 
     def bind_whole(self) -> None:
         self.bind(self._whole_views)
 
     def guard(self) -> None:
-        """Let every read of the parameters go through their runtime."""
-        for parameter in self.parameters:
-            guard(parameter)
+        """Let every read of the parameters go through their runtime, but for lent ones."""
+        for index, parameter in enumerate(self.parameters):
+            if index not in self.lent:
+                guard(parameter)
 
     def unbind(self, placeholder: torch.Tensor) -> None:
         """Let the parameters be empty and guarded: a stale read would silently see another unit's weights."""
-        for parameter in self.parameters:
-            unguard(parameter)
-            parameter.data = placeholder
-            guard(parameter)
+        for index, parameter in enumerate(self.parameters):
+            if index not in self.lent:
+                unguard(parameter)
+                parameter.data = placeholder
+                guard(parameter)
 
     def bind_one(self, index: int, view: torch.Tensor) -> None:
-        """Let one sharded parameter be this view."""
+        """Let one sharded parameter be this view, whatever becomes of its unit, until `unbind_one`."""
+        self.lent.add(index)
         parameter = self.parameters[index]
         unguard(parameter)
         parameter.data = view
@@ -182,6 +187,7 @@ class FlatBuffer:
 
     def unbind_one(self, index: int) -> None:
         """Let one sharded parameter be empty and guarded again."""
+        self.lent.discard(index)
         parameter = self.parameters[index]
         unguard(parameter)
         parameter.data = torch.empty(0, dtype=self.dtype, device=self.communicator.device)
@@ -224,7 +230,9 @@ class FlatBuffer:
         Raises:
             ModelError: a parameter has another shape than before, or no values.
         """
-        if self.whole is None or self._refresh is not None:  # a parameter that is being refreshed cannot be touched unseen
+        if (
+            self.whole is None or self._refresh is not None
+        ):  # a parameter that is being refreshed cannot be touched unseen
             return
         now = [(p.data_ptr(), p._version) for p in self.parameters]
         if now == self._seen:

@@ -39,6 +39,23 @@ def double_backward(units: int) -> str:
     )
 
 
+def transformed() -> str:
+    """One of torch.func's transforms runs through sharded weights."""
+    return (
+        "torch.func's transforms (grad, vmap, jvp and others) cannot run through sharded weights, which are gathered and released "
+        "outside of the transform; use torch.autograd, or zero_optimization.stage 2"
+    )
+
+
+def pickled(what: str) -> str:
+    """A model, or one of its parameters, was pickled while an engine holds it."""
+    return (
+        f"{what} belongs to an engine and cannot be pickled (torch.save(model) does that); save weights with "
+        "engine.save_16bit_model(folder) or engine.save_checkpoint(folder) on every rank, or torch.save(engine.module.state_dict()) "
+        "where they are whole (stages 0 to 2)"
+    )
+
+
 def copied() -> str:
     """A model was deep-copied while an engine holds its weights."""
     return (

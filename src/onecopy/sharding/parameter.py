@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onecopy.errors import ReleasedParameterError
+from onecopy.errors import ModelError, ReleasedParameterError
 from onecopy.sharding import messages
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ class ParameterHome:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParameterHome":
         return self
+
+    def __reduce__(self) -> Any:
+        raise ModelError(messages.pickled(f"parameter '{self.name}'"))
 
 
 class GuardedParameter(nn.Parameter):

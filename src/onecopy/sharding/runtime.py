@@ -10,10 +10,12 @@ first hook of an earlier call says that all later calls have finished.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 
 from onecopy.comm import Communicator
@@ -32,6 +34,11 @@ from onecopy.sharding.unit import Unit
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _inside_transform() -> bool:
+    """Whether one of torch.func's transforms is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Runtime:
@@ -87,7 +94,7 @@ class Runtime:
         for module in self.model.modules():
             unit = by_module.get(id(module))
             if unit is not None:
-                self._hook(module, self._unit_before(unit), self._unit_after)
+                self._hook(module, partial(self._unit_before, unit), self._unit_after)
             elif id(module) not in inside and type(module).forward is not nn.Module.forward:
                 self._hook(module, self._outer_before, self._outer_after)
             if module._parameters:
@@ -140,6 +147,9 @@ class Runtime:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Runtime":
         raise ModelError(messages.copied())
 
+    def __reduce__(self) -> Any:
+        raise ModelError(messages.pickled("the model"))
+
     def detach(self) -> None:
         """Take every hook off. Not collective."""
         for handle in self._handles:
@@ -177,6 +187,8 @@ class Runtime:
     def _begin_forward(self) -> None:
         if self._task != -1:
             self.recover()
+        if _inside_transform():
+            self._begin_transformed()
         training = torch.is_grad_enabled()
         if training and self.micro_batches == 0:
             self.before_window()
@@ -185,8 +197,16 @@ class Runtime:
             self.forward_number += 1
         for unit in self.residents:
             unit.finish_refresh()
-            if unit.sharded:
+            if unit.sharded and (training or not unit.lent):
                 self._hold(unit)
+
+    def _begin_transformed(self) -> None:
+        """Inside a transform of torch.func memory of ours cannot be written, so whole weights arrive before it goes on."""
+        if any(unit.sharded for unit in self.units):
+            raise ModelError(messages.transformed())
+        with temporarily_clear_interpreter_stack():
+            for unit in self.units:
+                unit.finish_refresh()
 
     def _hold(self, unit: Unit) -> None:
         """Keep `unit` gathered until the backward of this forward is over (or this forward is, when there will be none)."""
@@ -202,7 +222,7 @@ class Runtime:
     def _leave(self, call: Call, output: Any) -> Any:
         """A forward is over: hook its outputs so that its backward finds its weights, and tidy up after the last one."""
         training = torch.is_grad_enabled()
-        hook = (lambda grad: self._before_backward(call, grad)) if training else None
+        hook = (lambda grad: self._before_backward(call, grad)) if training and not _inside_transform() else None
         output = prepare_outputs(output, self.slots, hook)
         if training and call.unit is not None:
             call.unit.outstanding.append(call.sequence)
@@ -212,21 +232,20 @@ class Runtime:
         return output
 
     # --------------------------------------------------------------------------------------------- forward, one unit's
-    def _unit_before(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
-        def before(module: nn.Module, args: Any) -> None:
-            if in_backward():  # activation checkpointing computes the block again
-                self._enter_backward()
-                self.order.use(unit, backward=True)
-                self._use_in_backward([(unit, None)])
-                return
-            call = self._push(unit)
-            self.order.use(unit, backward=False)
-            unit.finish_refresh()
-            if unit.sharded:
-                call.leases.append((unit, self.gathering.pin(unit)))
-                self.gathering.start_next()
-
-        return before
+    def _unit_before(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if in_backward():  # activation checkpointing computes the block again
+            self._enter_backward()
+            self.order.use(unit, backward=True)
+            self._use_in_backward([(unit, None)])
+            return
+        call = self._push(unit)
+        unit.finish_refresh()
+        if not torch.is_grad_enabled() and unit.lent:
+            return  # whole by a gathering context: ranks may call it differently often, as generation does
+        self.order.use(unit, backward=False)
+        if unit.sharded:
+            call.leases.append((unit, self.gathering.pin(unit)))
+            self.gathering.start_next()
 
     def _unit_after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if in_backward():

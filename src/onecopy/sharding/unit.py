@@ -123,7 +123,13 @@ class Unit:
         for flat in self.whole:
             flat.finish_refresh()
 
+    @property
+    def lent(self) -> bool:
+        """Whether a gathering context holds all its sharded parameters whole."""
+        return bool(self.sharded) and all(len(flat.lent) == len(flat.parameters) for flat in self.sharded)
+
     def _set_status(self, status: ZeroParamStatus) -> None:
         for flat in self.sharded:
-            for parameter in flat.parameters:
-                parameter.ds_status = status  # type: ignore[attr-defined]
+            for index, parameter in enumerate(flat.parameters):
+                if index not in flat.lent:
+                    parameter.ds_status = status  # type: ignore[attr-defined]

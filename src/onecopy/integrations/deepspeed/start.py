@@ -15,6 +15,7 @@ from onecopy.engine import Engine
 from onecopy.engine.handover import engine_of, give_up, remember
 from onecopy.integrations.deepspeed.configuration import DeepSpeedConfig
 from onecopy.integrations.deepspeed.optimizers import complete_optimizer
+from onecopy.integrations.deepspeed.parameter_offload import complete_hooks
 from onecopy.integrations.deepspeed.parameters import complete_parameters
 from onecopy.integrations.deepspeed.recovery import leave_scripts
 from onecopy.observe.log import keep_quiet
@@ -41,6 +42,7 @@ def _complete(engine: Engine, given: dict[str, Any]) -> None:
     """What DeepSpeed's engine, optimizer and parameters have besides."""
     complete_parameters(engine)
     complete_optimizer(engine)
+    complete_hooks(engine)
     leave_scripts(engine)
     attributes = {
         "_config": DeepSpeedConfig.of(engine.configuration),
