@@ -266,7 +266,7 @@ def test_features_are_accepted_when_off_and_refused_when_on(name: str, off: Any,
 
 
 def test_observers_warn_when_on() -> None:
-    for name in ("flops_profiler", "comms_logger", "wandb", "comet"):
+    for name in ("comms_logger", "wandb", "comet"):
         _load(**{name: {"enabled": False}})
         with pytest.warns(ConfigWarning, match="has no effect"):
             _load(**{name: {"enabled": True}})

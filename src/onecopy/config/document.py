@@ -15,6 +15,7 @@ from onecopy.config.services import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     CometConfig,
+    FlopsProfilerConfig,
     MonitorConfig,
     OneCopyConfig,
     WandbConfig,
@@ -130,6 +131,7 @@ class Config:
     )
     tensorboard: MonitorConfig = block(MonitorConfig, "events for TensorBoard")
     csv_monitor: MonitorConfig = block(MonitorConfig, "events as CSV files")
+    flops_profiler: FlopsProfilerConfig = block(FlopsProfilerConfig, "operations of one forward, counted")
     wandb: WandbConfig = block(WandbConfig, "parsed only")
     comet: CometConfig = block(CometConfig, "parsed only")
     checkpoint: CheckpointConfig = block(CheckpointConfig, "how checkpoints are written")

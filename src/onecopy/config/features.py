@@ -47,7 +47,6 @@ IGNORED = {
 """Top-level keys that cannot change a run's results: why each one has no effect."""
 
 OBSERVERS = {
-    "flops_profiler": 'onecopy has no profiler of its own: "onecopy": {"trace_step": 10} writes a trace of one step',
     "comms_logger": "the engine counts bytes and collectives itself: engine.communication()",
     "wandb": "onecopy writes to TensorBoard and CSV: use the tensorboard or csv_monitor block",
     "comet": "onecopy writes to TensorBoard and CSV: use the tensorboard or csv_monitor block",

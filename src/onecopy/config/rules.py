@@ -154,6 +154,7 @@ def _switched_off_blocks(config: Config, diagnosis: Diagnosis) -> None:
         "torch_autocast": config.torch_autocast,
         "tensorboard": config.tensorboard,
         "csv_monitor": config.csv_monitor,
+        "flops_profiler": config.flops_profiler,
         "wandb": config.wandb,
         "comet": config.comet,
     }

@@ -94,6 +94,32 @@ class CometConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FlopsProfilerConfig:
+    """`flops_profiler`: operations, parameters and time of one training forward, module by module."""
+
+    enabled: bool = key(
+        False,
+        Switch(),
+        "off",
+        judge=when(True, "honoured", "rank 0 counts one forward and reports it with the step's times"),
+        auto=False,
+    )
+    recompute_fwd_factor: float = key(
+        0.0, Number(0), "forwards that activation checkpointing computes again; counted as backward"
+    )
+    profile_step: int = key(1, Integer(0), "the step after so many is counted: 1 is the second")
+    module_depth: int = key(-1, Integer(-1), "depth of the tables; -1 for all")
+    top_modules: int = key(1, Integer(0), "classes of modules named at each depth")
+    detailed: bool = key(
+        True,
+        Switch(),
+        "the module tree is printed too",
+        judge=when(False, "honoured", "totals and tables only"),
+    )
+    output_file: str | None = key(None, Text(), "file of the report", default_word="the log")
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """`checkpoint`: how checkpoints are written; what follows `writer` is onecopy's own."""
 

@@ -172,7 +172,8 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
                 args, kwargs = _half((args, kwargs))
             if ScaledGradients._scales_exist and torch.is_grad_enabled():
                 args, kwargs = torch.utils._pytree.tree_map(self._hook_input, (args, kwargs))
-            output = self.module(*args, **kwargs)
+            with self.reporter.flops.forward(self):
+                output = self.module(*args, **kwargs)
         self.reporter.saw_output(self, output)
         return output
 
@@ -259,6 +260,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         self._between_boundaries = not boundary
         if not boundary:
             return
+        self.reporter.flops.step_begins()
         with self.timers.phase("step"):
             self.optimizer.step()
         self.global_steps += 1

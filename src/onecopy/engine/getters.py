@@ -76,8 +76,29 @@ class ConfigGetters:
         return False
 
     autotuning_enabled = data_efficiency_enabled = data_sampling_enabled = curriculum_learning_enabled
-    random_ltd_enabled = flops_profiler_enabled = is_deepcompile_enabled = curriculum_learning_enabled
+    random_ltd_enabled = is_deepcompile_enabled = curriculum_learning_enabled
     super_offload = optimizer_legacy_fusion = is_sanity_checks_enabled = curriculum_learning_enabled
+
+    def flops_profiler_enabled(self) -> bool:
+        return self.configuration.flops_profiler.enabled
+
+    def flops_profiler_recompute_fwd_factor(self) -> float:
+        return self.configuration.flops_profiler.recompute_fwd_factor
+
+    def flops_profiler_profile_step(self) -> int:
+        return self.configuration.flops_profiler.profile_step
+
+    def flops_profiler_module_depth(self) -> int:
+        return self.configuration.flops_profiler.module_depth
+
+    def flops_profiler_top_modules(self) -> int:
+        return self.configuration.flops_profiler.top_modules
+
+    def flops_profiler_detailed(self) -> bool:
+        return self.configuration.flops_profiler.detailed
+
+    def flops_profiler_output_file(self) -> str | None:
+        return self.configuration.flops_profiler.output_file
 
     def dynamic_loss_scale(self) -> bool:
         return self.configuration.fp16.enabled and self.configuration.fp16.loss_scale == 0

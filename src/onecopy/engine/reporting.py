@@ -8,6 +8,7 @@ from torch import nn
 from onecopy.comm import Communicator
 from onecopy.config import Config
 from onecopy.engine.recording import RunRecord
+from onecopy.engine.step_flops import StepFlops
 from onecopy.observe.activations import saved_nbytes
 from onecopy.observe.log import SkippedSteps, note
 from onecopy.observe.monitor import monitors_from
@@ -32,6 +33,7 @@ class Reporter:
         self._loss: torch.Tensor | None = None
         self._tracer = StepTracer(config.onecopy.trace_step, config.onecopy.trace_path, communicator.rank)
         self._tracer.begin(1)
+        self.flops = StepFlops(config.flops_profiler, communicator.rank)
         self._record = RunRecord(config.onecopy.record, config.onecopy.record_step, communicator.rank)
 
     def saw_output(self, engine: "Engine", output: Any) -> None:
@@ -60,6 +62,7 @@ class Reporter:
 
     def saw_loss(self, loss: torch.Tensor) -> None:
         """Keep the loss if a line or an event will show it; else no byte is held over to the next step."""
+        self.flops.backward_done()
         if self.config.steps_per_print or self.monitor.enabled:
             self._loss = loss.detach()
 
@@ -73,6 +76,7 @@ class Reporter:
         step = engine.global_steps
         self._tracer.end(step)
         self._record.step_done(engine)
+        self.flops.step_done(engine)
         self._tracer.begin(step + 1)
         self.progress.step_done(engine.train_batch_size())
         if self.monitor.enabled:

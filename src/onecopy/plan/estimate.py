@@ -88,7 +88,7 @@ def exact(
 def _silent(document: dict[str, Any]) -> dict[str, Any]:
     """A rehearsal writes no files and prints nothing, whatever the user's document asks of a real run; rates of learning do not matter."""
     loud = (
-        "steps_per_print", "dump_state", "memory_breakdown", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb", "comet",
+        "steps_per_print", "dump_state", "memory_breakdown", "wall_clock_breakdown", "tensorboard", "csv_monitor", "flops_profiler", "wandb", "comet",
         "scheduler",
     )  # fmt: skip
     inner = {"onecopy": ("record", "trace_step"), "activation_checkpointing": ("profile",)}

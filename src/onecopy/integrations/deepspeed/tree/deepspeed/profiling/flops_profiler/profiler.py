@@ -1,14 +1,13 @@
-"""Flops of a model's forward, by module; the configuration's `flops_profiler` block does not start it."""
+"""Flops of a model's forward, by module; the configuration's `flops_profiler` block has the engine count a step by itself."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from onecopy.integrations.deepspeed.flops import FlopProfile, parameters_of
-from onecopy.integrations.deepspeed.flops_text import (
+from onecopy.observe.flops import FlopProfile, parameters_of
+from onecopy.observe.flops_text import (
     aggregated_lines,
     duration_to_string,
     flops_to_string,
@@ -16,6 +15,7 @@ from onecopy.integrations.deepspeed.flops_text import (
     number_to_string,
     params_to_string,
     profile_text,
+    write_profile,
 )
 
 
@@ -80,10 +80,8 @@ class FlopsProfiler:
         text = profile_text(self._profile, profile_step, module_depth, top_modules, detailed)
         if output_file is None:
             print(text)
-            return
-        path = Path(output_file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
+        else:
+            write_profile(text, output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the largest modules of each depth."""

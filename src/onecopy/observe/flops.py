@@ -122,6 +122,14 @@ class FlopProfile:
     def _leaving(self, *_: Any) -> None:
         self._running.pop().duration += _now()
 
+    def counts(self, module: nn.Module) -> Counts:
+        """Of one module; of one that is no step of a forward itself, such as a ModuleList, what its children did."""
+        own = self.of[module]
+        if own.duration or own.flops:
+            return own
+        parts = [self.counts(child) for child in module.children()]
+        return Counts(sum(p.flops for p in parts), sum(p.macs for p in parts), sum(p.duration for p in parts))
+
     @property
     def total(self) -> Counts:
         return self.of.get(self.model, Counts())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 from torch import nn
 
-from onecopy.integrations.deepspeed.flops import FlopProfile, parameters_of
+from onecopy.observe.flops import Counts, FlopProfile, parameters_of
 
 _UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
@@ -36,7 +39,26 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
     return f"{number_to_string(duration, units, precision)}s"
 
 
-def profile_text(profile: FlopProfile, step: int, depth: int, top: int, detailed: bool) -> str:
+@dataclass(frozen=True)
+class StepTimes:
+    """What else a report of a training step says: seconds, and what the engine knows of the batch.
+
+    Attributes:
+        backward: seconds of the backward, the loss's own forward included; step: of the update.
+        samples: of one micro-batch on all ranks.
+        backward_factor: operations of the backward for one of the forward: 2, and more where a forward is computed again.
+    """
+
+    backward: float
+    step: float
+    samples: int
+    ranks: int
+    backward_factor: float
+
+
+def profile_text(
+    profile: FlopProfile, step: int, depth: int, top: int, detailed: bool, times: StepTimes | None = None
+) -> str:
     """The report: totals, the `top` modules of each depth, and with `detailed` the module tree down to `depth`."""
     total = profile.total
     rows = [
@@ -44,13 +66,40 @@ def profile_text(profile: FlopProfile, step: int, depth: int, top: int, detailed
         ("forward MACs", macs_to_string(total.macs)),
         ("forward flops", number_to_string(total.flops)),
         ("forward latency", duration_to_string(total.duration)),
-        ("forward FLOPS", flops_to_string(total.flops / total.duration if total.duration else 0)),
+        ("forward FLOPS", _rate(total.flops, total.duration)),
+        *(_rows_of_step(total, times) if times is not None else ()),
     ]
     lines = [f"Flops profile at step {step}", *(f"{name:<40}{value}" for name, value in rows)]
     lines += aggregated_lines(profile, depth, top)
     if detailed:
         lines += _tree(profile, profile.model, type(profile.model).__name__, 0, depth)
     return "\n".join(lines)
+
+
+def _rows_of_step(total: Counts, times: StepTimes) -> list[tuple[str, str]]:
+    both = total.duration + times.backward
+    whole = both + times.step
+    return [
+        ("backward latency", duration_to_string(times.backward)),
+        ("backward FLOPS", _rate(times.backward_factor * total.flops, times.backward)),
+        ("forward and backward FLOPS", _rate((1 + times.backward_factor) * total.flops, both)),
+        ("step latency", duration_to_string(times.step)),
+        ("micro-batch and step latency", duration_to_string(whole)),
+        ("FLOPS a rank", _rate((1 + times.backward_factor) * total.flops, whole)),
+        ("samples a second", f"{times.samples / whole:.2f}" if whole else "0"),
+        ("ranks", str(times.ranks)),
+    ]
+
+
+def _rate(flops: float, seconds: float) -> str:
+    return flops_to_string(flops / seconds if seconds else 0)
+
+
+def write_profile(text: str, file: str) -> None:
+    """Write a report into a file; its folder is made."""
+    path = Path(file).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
 
 
 def aggregated_lines(profile: FlopProfile, depth: int, top: int) -> list[str]:
@@ -73,7 +122,7 @@ def _add_up(profile: FlopProfile, module: nn.Module, level: int, levels: list[di
     if level == len(levels):
         levels.append({})
     sums = levels[level].setdefault(type(module).__name__, [0.0, 0.0, 0.0])
-    counts = profile.of[module]
+    counts = profile.counts(module)
     for place, value in enumerate((parameters_of(module), counts.macs, counts.duration)):
         sums[place] += value
     for child in module.children():
@@ -81,7 +130,7 @@ def _add_up(profile: FlopProfile, module: nn.Module, level: int, levels: list[di
 
 
 def _tree(profile: FlopProfile, module: nn.Module, label: str, level: int, depth: int) -> list[str]:
-    counts, total = profile.of[module], profile.total
+    counts, total = profile.counts(module), profile.total
     share = f"{counts.macs / total.macs:.1%}" if total.macs else "0%"
     line = (
         f"{'  ' * level}{label}: {params_to_string(parameters_of(module))} params, {macs_to_string(counts.macs)} ({share}), "
