@@ -88,8 +88,8 @@ def exact(
 def _silent(document: dict[str, Any]) -> dict[str, Any]:
     """A rehearsal writes no files and prints nothing, whatever the user's document asks of a real run; rates of learning do not matter."""
     loud = (
-        "steps_per_print", "dump_state", "memory_breakdown", "wall_clock_breakdown", "tensorboard", "csv_monitor", "flops_profiler", "wandb", "comet",
-        "scheduler",
+        "steps_per_print", "dump_state", "memory_breakdown", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb", "comet",
+        "flops_profiler", "scheduler",
     )  # fmt: skip
     inner = {"onecopy": ("record", "trace_step"), "activation_checkpointing": ("profile",)}
     quiet = {key: value for key, value in document.items() if key not in loud}
