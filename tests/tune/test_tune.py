@@ -68,6 +68,10 @@ def test_the_fastest_configuration_is_found_among_failures(pretends: Target, tmp
     outcomes = {trial.status for trial in study.trials}
     assert {"measured", "slow", "failed", "out of memory"} <= outcomes
     assert any("four is not to be" in trial.detail for trial in study.trials if trial.status == "failed")
+    lines = table(study).splitlines()
+    heads, rows = lines[1], lines[2 : 2 + len(study.trials)]
+    assert [len(row) for row in rows] == [len(heads)] * len(rows) and heads.split()[-1] == "micro-batch"
+    assert rows[0].split()[0] == str(study.best.number) and any("four is not to be" in line for line in lines)
     assert "fastest" in table(study) and "<svg" in page(study, "toy") and "http" not in page(study, "toy")
     assert len(said) == len(study.trials) + 1
 

@@ -14,6 +14,14 @@ SLOTS = "onecopy.slots"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 BATCH = "train_batch_size"
+SHORT = {
+    BUCKET: "reduce bucket",
+    PREFETCH: "prefetch",
+    SLOTS: "slots",
+    PERSISTENCE: "persistence",
+    MICRO: "micro-batch",
+}
+"""What the searched keys are called in a table."""
 
 
 @dataclass(frozen=True)

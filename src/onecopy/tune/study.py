@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onecopy.errors import OneCopyError
-from onecopy.tune.space import MICRO, Space, applied, batch_of, space_of
+from onecopy.tune.space import MICRO, SHORT, Space, applied, batch_of, space_of
 from onecopy.tune.target import Target
 from onecopy.tune.trial import Trial, run_trial
 
@@ -88,7 +88,8 @@ def tune(
     if first.status not in ("measured", "out of memory", "hung"):
         raise OneCopyError(f"the configuration as given {first.status}: {first.detail}")
     space = _space_after(study, first)
-    say(f"{space.size} combinations of {', '.join(space.values) or 'nothing'}; at most {limits.trials} runs")
+    keys = ", ".join(SHORT[name] for name in space.values)
+    say(f"{space.size} combinations of {keys or 'nothing'}; at most {limits.trials} runs")
     search = library.create_study(
         direction="maximize", sampler=library.samplers.TPESampler(seed=0, n_startup_trials=6, multivariate=True)
     )
@@ -165,7 +166,7 @@ class _Runner:
 
 def line_of(trial: Trial) -> str:
     """One trial in a line."""
-    what = ", ".join(f"{name.split('.')[-1]} {value:,}" for name, value in trial.choices.items()) or "as given"
+    what = ", ".join(f"{SHORT[name]} {value:,}" for name, value in trial.choices.items()) or "as given"
     if trial.samples_per_second is None:
         return f"trial {trial.number:>3}  {trial.status:<13} {what}: {trial.detail}"
     peak = f", peak {trial.peak_bytes / 2**20:,.1f} MiB" if trial.peak_bytes else ""
