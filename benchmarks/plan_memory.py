@@ -1,57 +1,30 @@
 """How often a plan's upper bound is too low, and how often a run that fitted is called a misfit, on published runs.
 
     python -m benchmarks.plan_memory
+    python -m benchmarks.plan_memory --runs OTHER.csv   other runs, of the same columns
 
 Rows with a known peak and neither tensor, pipeline nor context parallelism are few: torchtitan's Llama 3 8B (reserved) and
-BigScience's 1.3B under ZeRO-1 (nvidia-smi). Runs that fitted are those of `benchmarks/plan.py` in mixed precision. Published
-numbers above a GPU's peak or below the floor of the states are refused before anything is judged.
+BigScience's 1.3B under ZeRO-1 (nvidia-smi). Runs that fitted are many; of pure 16-bit runs the plan's states are counted in 16 bits.
+Published numbers above a GPU's peak or below the floor of the states are refused, and rows that say too little, or are of
+what a plan does not know, are left out with the reason.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
+from pathlib import Path
 from typing import Any
 
+from benchmarks.judging import Run, run_of
 from benchmarks.launch import table
-from benchmarks.plan import GPUS, HERE, gpu_of, key_of, rows
-from benchmarks.published import Row, document, fsdp_pools, stage_of, subject
+from benchmarks.plan import RUNS, key_of
+from benchmarks.published import fsdp_pools
+from benchmarks.shapes import Row
 from onecopy.errors import PlanError
-from onecopy.plan.estimate import Estimator, Setting
-from onecopy.plan.hardware import known_gpus
+from onecopy.plan.estimate import Estimator
 from onecopy.plan.impossible import at_least, states_floor, utilisation
 from onecopy.plan.unseen import GIB, Interval, intervals, unseen
-
-
-def known_peaks() -> list[Row]:
-    """Rows with a peak on one GPU that a plan can be made for."""
-    with open(HERE / "data" / "published_runs.csv", encoding="utf-8") as file:
-        found = [
-            row
-            for row in csv.DictReader(file)
-            if row["mem_per_gpu"] and row["suspect"] == "no" and not row["offload"].startswith("CPU")
-        ]
-    return [row for row in found if row["parallelism"] in ("FSDP8", "DP8 TP1 PP1") and "fp8" not in row["precision"]]
-
-
-def judged(row: Row) -> tuple[str, Interval]:
-    """(what was measured, the plan's interval of it)."""
-    torchtitan = row["parallelism"] == "FSDP8"
-    at_once = int(row["micro_batch"]) * int(row["n_gpus"])
-    several = 2 if float(row["global_batch"] or 0) > at_once else 1  # more than one micro-batch keeps gradients
-    checkpointing = "none" if row["act_ckpt"] == "selective-op" else row["act_ckpt"]  # the subject recomputes by itself
-    setting = Setting(stage_of(row), int(row["micro_batch"]), several, checkpointing, "bf16" if torchtitan else "fp16")
-    estimator = Estimator(subject(row), int(row["n_gpus"]), int(row["seq"]), document(row))
-    level = "reserved" if torchtitan else "device"
-    return level, bounds(row, estimator, setting)[level]
-
-
-def bounds(row: Row, estimator: Estimator, setting: Setting) -> dict[str, Interval]:
-    """The plan's intervals, with what the row's own engine reserves beside this one's."""
-    peak = estimator.peak(setting)
-    parts = unseen(peak, estimator.world_size)
-    if "FSDP" in row["parallelism"]:
-        parts.append(fsdp_pools(row, estimator, setting))
-    return intervals(peak, parts)
 
 
 def impossible(row: Row) -> str:
@@ -73,46 +46,93 @@ def impossible(row: Row) -> str:
     return ""
 
 
-def misfits() -> tuple[int, int]:
-    """(runs that fitted and are called misfits, runs that fitted), of mixed-precision rows of 80 GB and 40 GB GPUs."""
-    shared: dict[Any, Any] = {}
-    called = count = 0
-    for row in rows():
-        if "amp" not in row["precision"].lower() or row["fits"] != "yes":
+class Judge:
+    """Plans runs, those of one model with shared rehearsals."""
+
+    def __init__(self) -> None:
+        self._shallow: dict[Any, Any] = {}
+
+    def bounds(self, run: Run) -> dict[str, Interval]:
+        """The plan's intervals, with what the run's own engine reserves beside this one's."""
+        estimator: Estimator = run.estimator()
+        estimator._shallow = self._shallow.setdefault((key_of(run.row), run.pure), estimator._shallow)
+        peak = estimator.peak(run.setting) - run.states_in_16_bits(estimator)
+        parts = unseen(peak, run.ranks, gpu=run.row["gpu"])
+        if "FSDP" in run.row["parallelism"]:
+            parts.append(fsdp_pools(run.row, estimator, run.setting, run.pure))
+        return intervals(peak, parts)
+
+
+def judged(rows: list[Row]) -> tuple[list[tuple[Run, dict[str, Interval]]], dict[str, list[str]]]:
+    """(runs with their intervals, reason to the rows that are left out for it)."""
+    judge = Judge()
+    found: list[tuple[Run, dict[str, Interval]]] = []
+    left_out: dict[str, list[str]] = {}
+    for row in rows:
+        if not (row.get("mem_per_gpu") or row.get("fits")):
             continue
-        world = int(row["n_gpus"])
-        estimator = Estimator(subject(row), world, int(row["seq"]), document(row))
-        estimator._shallow = shared.setdefault(key_of(row), estimator._shallow)
-        setting = Setting(
-            stage_of(row), int(float(row["micro_batch"])), int(float(row["grad_accum"] or 1)), row["act_ckpt"]
-        )
-        bound = bounds(row, estimator, setting)["device"].bound
-        memory = known_gpus()[GPUS[gpu_of(row) or "H100"]].memory
-        called, count = called + (bound > memory), count + 1
-        if bound > memory:
-            print(
-                f"misfit: row {row['row_id']} {row['model']} on {world}: {bound / GIB:.1f} of {memory / GIB:.1f} GiB",
-                flush=True,
+        try:
+            run = run_of(row)
+            found.append((run, judge.bounds(run)))
+        except Exception as error:  # whatever a foreign row brings, the others are judged
+            reason = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
+            left_out.setdefault(reason, []).append(row.get("row_id", "?"))
+    return found, left_out
+
+
+def peaks(found: list[tuple[Run, dict[str, Interval]]]) -> str:
+    """The table of runs whose peak is published."""
+    lines, low = [], 0
+    for run, levels in found:
+        if run.peak is None:
+            continue
+        interval = levels[run.level]
+        low += interval.bound < run.peak
+        sizes = [f"{size / GIB:.1f}" for size in (run.peak, interval.guess, interval.bound)]
+        row, states = run.row, "pure" if run.pure else run.setting.precision
+        lines.append([row["row_id"], row["model"], run.setting.micro_batch, row["act_ckpt"], states, run.level, *sizes,
+                      "too low" if interval.bound < run.peak else ""])  # fmt: skip
+    heads = ["row", "model", "micro-batch", "checkpointing", "states", "level", "measured GiB", "guess", "bound", ""]
+    return f"{table(heads, lines)}\nbound too low: {low} of {len(lines)}"
+
+
+def fits(found: list[tuple[Run, dict[str, Interval]]], pure: bool) -> str:
+    """How many that fitted are called misfits, and how many that did not are said to fit."""
+    chosen = [(run, levels["device"].bound) for run, levels in found if run.pure == pure and run.capacity]
+    lines = []
+    for run, bound in chosen:
+        assert run.capacity is not None
+        if run.fits is True and bound > run.capacity:
+            lines.append(
+                f"misfit: row {run.row['row_id']} {run.row['model']} on {run.ranks}: {bound / GIB:.1f} of {run.capacity / GIB:.1f} GiB"
             )
-    return called, count
+        if run.fits is False and bound <= run.capacity:
+            lines.append(
+                f"said to fit: row {run.row['row_id']} {run.row['model']} on {run.ranks}: {bound / GIB:.1f} GiB"
+            )
+    for what, ran in (("called misfits, of runs that fitted", True), ("said to fit, of runs that did not", False)):
+        wrong = sum(
+            (run.capacity or 0) < bound if ran else bound <= (run.capacity or 0)
+            for run, bound in chosen
+            if run.fits is ran
+        )
+        lines.append(f"{what}: {wrong} of {sum(run.fits is ran for run, _ in chosen)}")
+    return "\n".join([f"states in {'16 bits' if pure else 'mixed precision'}", *(f"  {line}" for line in lines)])
 
 
 def main() -> None:
-    with open(HERE / "data" / "published_runs.csv", encoding="utf-8") as file:
-        refused = [found for found in map(impossible, csv.DictReader(file)) if found]
-    print(f"refused: {len(refused)} published rows", *refused, sep="\n  ")
-    lines, low = [], 0
-    for row in known_peaks():
-        level, interval = judged(row)
-        measured = float(row["mem_per_gpu"])
-        under = interval.bound / GIB < measured
-        low += under
-        lines.append([row["row_id"], row["model"], row["micro_batch"], row["act_ckpt"], level, measured, f"{interval.guess / GIB:.1f}",
-                      f"{interval.bound / GIB:.1f}", "too low" if under else ""])  # fmt: skip
-    print(table(["row", "model", "micro-batch", "checkpointing", "level", "measured GiB", "guess", "bound", ""], lines))
-    print(f"bound too low: {low} of {len(lines)}", flush=True)
-    called, count = misfits()
-    print(f"called misfits: {called} of {count} runs that fitted")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=RUNS, help="a CSV of published runs (default: %(default)s)")
+    with open(parser.parse_args().runs, encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    refused = {row["row_id"]: why for row in rows if (why := impossible(row))}
+    print(f"refused: {len(refused)} published rows", *refused.values(), sep="\n  ")
+    found, left_out = judged([row for row in rows if row.get("row_id") not in refused])
+    print(peaks(found))
+    print(fits(found, pure=False))
+    print(fits(found, pure=True))
+    for reason, names in left_out.items():
+        print(f"left out: {reason}: row{'s' if len(names) > 1 else ''} {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ llm-foundry          cross entropy of bf16 logits in one kernel that keeps them 
 Megatron-DeepSpeed   attention scores, probabilities and a dropped-out copy in memory, dropout of 0.1 (Megatron's defaults, which
                      the run's script tr3m-1B3-emb-norm-pile.slurm leaves), biases
 torchtitan           Llama; "selective-op" keeps attention and every second matrix product of a block (its activation_checkpoint.py)
-others               Llama where the name says so, else GPT; torch's cross entropy of fp32 logits
+others               transformers' model of that name (`benchmarks/shapes.py`), else GPT; torch's cross entropy of fp32 logits
 """
 
 from __future__ import annotations
@@ -15,46 +15,67 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from benchmarks.shapes import GATED, Unknown, kind_of, number, shape_of
+from benchmarks.shapes import Row as Row
 from onecopy.engine.whereabouts import repeated_blocks
-from onecopy.plan.estimate import Estimator, Setting
+from onecopy.plan.estimate import Estimator, Setting, sizes_of
 from onecopy.plan.models import from_config_dict
-from onecopy.plan.presets import PRESETS
 from onecopy.plan.rehearsal import Subject
+from onecopy.plan.tape import Tape
 from onecopy.plan.unseen import Unseen
 from onecopy.train.model import GPT, GPTConfig
 
-Row = dict[str, str]
-LLAMA = {
-    "llama2-7b": "llama-7b", "llama2-13b": "llama-13b", "llama2-70b": "llama-70b", "llama3-8b": "llama3-8b", "llama3.1-8b": "llama3-8b",
-    "llama3-70b": "llama3-70b", "llama3.1-70b": "llama3-70b", "llama3.1-405b": "llama3-405b",
-}  # fmt: skip
-OTHER_LLAMA = {  # Code Llama's shape, which IBM's 34B has too
-    "llama2-34b": {**PRESETS["llama-70b"], "num_hidden_layers": 48, "intermediate_size": 22016},
-}
-
 
 def subject(row: Row) -> Subject:
-    """What a row's program ran, ready to rehearse."""
-    name = row["model"].split()[0].lower()
-    if name in LLAMA or name in OTHER_LLAMA:
-        shape = OTHER_LLAMA.get(name) or PRESETS[LLAMA[name]]
-        found = from_config_dict({**shape, "max_position_embeddings": int(row["seq"])}, row["model"])
-        return _recomputing(found) if row["act_ckpt"] == "selective-op" and "torchtitan" in row["framework"] else found
-    if row["framework"].startswith("Megatron"):
+    """What a row's program ran, ready to rehearse.
+
+    Raises:
+        Unknown: the model is not known, or cannot have so many parameters as the row says.
+    """
+    keys = ("model", "params", "layers", "hidden", "heads", "vocab", "seq", "framework", "act_ckpt")
+    return _subject(tuple((key, row.get(key) or "") for key in keys))
+
+
+@cache
+def _subject(items: tuple[tuple[str, str], ...]) -> Subject:
+    row = dict(items)
+    found = _built(row)
+    said, (has, _) = number(row, "params"), sizes_of(found)
+    if said and abs(has / said - 1) > 0.05:
+        raise Unknown(
+            f"{row['model']} as it is known here has {has / 1e9:.2f}e9 parameters, the row says {said / 1e9:.2f}e9"
+        )
+    return found
+
+
+def _built(row: Row) -> Subject:
+    if row["framework"].startswith("Megatron") and kind_of(row["model"]) not in GATED:
         return _gpt(row, _megatron)
-    return _gpt(row, GPT)
+    shape = None if row["model"].startswith("MPT") else shape_of(row)
+    if shape is None:
+        return _gpt(row, GPT)
+    length = int(number(row, "seq"))
+    longest = max(length, shape.get("max_position_embeddings", 0)) if shape["model_type"] != "llama" else length
+    found = from_config_dict({**shape, "max_position_embeddings": longest, "n_positions": longest}, row["model"])
+    return _recomputing(found) if row["act_ckpt"] == "selective-op" and "torchtitan" in row["framework"] else found
 
 
 def _gpt(row: Row, make: Callable[[GPTConfig], nn.Module], layers: int | None = None) -> Subject:
     """Four times as wide inside, learned positions, head and embedding one weight."""
-    vocabulary, sequence, width = int(row["vocab"]), int(row["seq"]), int(row["hidden"])
-    shape = GPTConfig(vocabulary, sequence, layers or int(row["layers"]), int(row["heads"] or width // 128), width)
+    vocabulary, sequence, width, deep = (int(number(row, name)) for name in ("vocab", "seq", "hidden", "layers"))
+    if not (vocabulary and sequence and width and deep):
+        raise Unknown(f"{row['model']} is no known model, and the row lacks vocab, seq, hidden or layers")
+    heads = int(number(row, "heads")) or width // 128
+    if width % max(1, heads):
+        raise Unknown(f"{row['model']}: a width of {width} is not shared equally by {heads} heads")
+    shape = GPTConfig(vocabulary, sequence, layers or deep, heads, width)
     fused = row["model"].startswith("MPT")
     labels: dict[str, Tensor] = {}
 
@@ -158,21 +179,39 @@ def _every_second_product(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------ engines
-def fsdp_pools(row: Row, estimator: Estimator, setting: Setting) -> Unseen:
+def fsdp_pools(row: Row, estimator: Estimator, setting: Setting, pure: bool = False) -> Unseen:
     """What torch's FSDP reserves and this engine does not, in bytes.
 
-    A stream's memory is cached for that stream alone (torch's caching allocator). FSDP reduces in one of its own: fp32 gradients of
-    a whole unit go in, fp32 shards come out and live until the optimizer's step (`foreach_reduce` in _fsdp_collectives.py), so at
-    the activations' peak both lie there unused. The root's unit, embedding and head, is the largest and stays whole until its
-    backward; here an untied embedding gives its slot up.
+    A stream's memory is cached for that stream alone (torch's caching allocator). FSDP reduces in one of its own: gradients of
+    a whole unit go in, in fp32 or as they are (`pure`), shards come out and live until the optimizer's step (`foreach_reduce` in
+    _fsdp_collectives.py), so at the activations' peak both lie there unused. The root's unit, embedding and head, is the largest and
+    stays whole until its backward; here an untied embedding gives its slot up.
     """
     parameters, _ = estimator.sizes()
-    embedding = int(row["vocab"]) * int(row["hidden"])
-    untied = row["model"].startswith("Llama")
-    reduced = 4 * embedding * (2 if untied else 1) + 4 * parameters // estimator.world_size
+    embedding, tied = embedding_of(row)
+    width = 2 if pure else 4  # bytes
+    reduced = width * embedding * (1 if tied else 2) + width * parameters // estimator.world_size
     here = estimator.state(setting)["gradients"]
-    extra = max(0, reduced - here) + (2 * embedding if untied else 0)
+    if reduced - here > 0.02 * estimator.peak(
+        setting
+    ):  # else it decides nothing; gradients at the peak are those of the pool
+        here = max(
+            here,
+            estimator.whole(replace(setting, accumulation=min(2, setting.accumulation)), Tape()).at_peak()["gradients"],
+        )
+    extra = max(0, reduced - here) + (0 if tied else 2 * embedding)
     return Unseen("FSDP's own streams", extra, extra, "torch's FSDP and caching allocator", "-", "reserved")
+
+
+def embedding_of(row: Row) -> tuple[int, bool]:
+    """(elements of the embedding, whether the head is the same weight) of a row's model."""
+    gpt = row["framework"].startswith("Megatron") or row["model"].startswith("MPT")
+    shape = None if gpt and kind_of(row["model"]) not in GATED else shape_of(row)
+    if shape is None:
+        return int(number(row, "vocab") * number(row, "hidden")), True
+    untied = kind_of(row["model"]) in GATED or shape["model_type"] in ("gpt_neox", "gptj", "phi")
+    tied = shape.get("tie_word_embeddings", not untied or shape["model_type"].startswith("gemma"))
+    return shape["vocab_size"] * shape.get("hidden_size", shape.get("n_embd", 0)), tied
 
 
 def document(row: Row) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from onecopy.errors import PlanError
+from onecopy.plan.depths import Pattern, depths_of, pattern_of
 from onecopy.plan.estimate import Estimator, Setting, exact, sizes_of
 from onecopy.plan.models import from_config_dict, subject_for
 from tests.plan.test_exact import HIDDEN, LENGTH
@@ -28,6 +29,12 @@ SMALL: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 0,
     },
     "mamba": {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 203, "state_size": 8},
+}  # fmt: skip
+
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v2", **HIDDEN, "vocab_size": 203, "num_hidden_layers": 2, "first_k_dense_replace": 2, "kv_lora_rank": 16,
+    "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 
 
@@ -71,18 +78,30 @@ def test_a_loop_over_tokens_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exact(subject, Setting(2, 1), 2, 16).peak > 0
 
 
+def test_blocks_that_differ_make_a_pattern() -> None:
+    assert pattern_of([5] * 9) == Pattern() and pattern_of([7, 5, 5, 5, 5]) == Pattern(1, 1)
+    assert pattern_of([1, 1, 1, 2] * 4) == Pattern(0, 4) and pattern_of([9, 1, 4, 7, 3]) == Pattern()
+    assert depths_of(Pattern(0, 4), 16, 2, "none") == (4, 8) and depths_of(Pattern(1, 1), 27, 3, "full") == (4, 6)
+    assert depths_of(Pattern(), 12, 2, 5) == (2, 7)
+
+
+@pytest.mark.slow
+def test_a_dense_first_block_is_in_both_depths() -> None:
+    subject = from_config_dict({**DEEPSEEK, "num_hidden_layers": 11, "first_k_dense_replace": 1}, "small-deepseek")
+    setting = Setting(3, 2)
+    assert Estimator(subject, 4, LENGTH).peak(setting) == pytest.approx(
+        exact(subject, setting, 4, LENGTH).peak, rel=0.002
+    )
+
+
 def test_attention_with_narrow_values_keeps_no_scores() -> None:
     """DeepSeek's: keys of 48 columns, values of 32; accelerators have a kernel for it."""
-    content = {
-        "model_type": "deepseek_v2", **HIDDEN, "vocab_size": 203, "num_hidden_layers": 2, "first_k_dense_replace": 2, "kv_lora_rank": 16,
-        "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 2, "n_shared_experts": 1,
-        "moe_intermediate_size": 32, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
-    }  # fmt: skip
-    subject = from_config_dict(content, "small-deepseek")
+    subject = from_config_dict(DEEPSEEK, "small-deepseek")
     kept = exact(subject, Setting(0, 1), 2, 1024).at_peak()["activations"]
     assert kept < 2 * 4 * 1024**2 * 2  # the scores of two blocks, four heads, in 16 bits
 
 
+@pytest.mark.slow
 def test_two_stacks_are_as_deep_as_each_other() -> None:
     content = {"model_type": "t5", "d_model": 64, "d_ff": 96, "num_heads": 4, "d_kv": 16, "vocab_size": 203}
     subject = from_config_dict({**content, "num_layers": 9}, "t5")

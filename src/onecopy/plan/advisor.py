@@ -89,7 +89,7 @@ def largest_micro_batch(
             <= machine.gpu.memory
         )
 
-    if estimator.subject.shrink is None or not fits(1):
+    if not estimator.extends(setting) or not fits(1):
         return 1 if fits(1) else 0
     low, high = 1, 2
     while high <= most and fits(high):
@@ -235,7 +235,7 @@ def _smallest_change(estimator: Estimator, setting: Setting, machine: Machine) -
         other = Estimator(estimator.subject, count, estimator.sequence, estimator.base)
         other._shallow = estimator._shallow  # activations do not depend on the world
         allocated = other.peak(wanted)
-        if allocated + sum(part.bound for part in unseen(allocated, count)) <= machine.gpu.memory:
+        if allocated + sum(part.bound for part in unseen(allocated, count, gpu=machine.gpu.name)) <= machine.gpu.memory:
             where = f"{count} GPUs of this kind at stage 3" if count > machine.count else "stage 3"
             return f"The smallest change that fits: {where}, {how} checkpointing and micro-batch 1."
         count *= 2

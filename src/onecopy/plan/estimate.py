@@ -14,8 +14,9 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from onecopy.engine.whereabouts import block_of
+from onecopy.engine.whereabouts import block_of, repeated_blocks
 from onecopy.errors import ModelError, OneCopyError, PlanError
+from onecopy.plan.depths import Pattern, depths_of, pattern_of, turns
 from onecopy.plan.extended import DEEP, Extended
 from onecopy.plan.hardware import Machine
 from onecopy.plan.loops import Watchful
@@ -24,7 +25,6 @@ from onecopy.plan.tape import Event, Tape, between
 from onecopy.plan.timing import Played, Rates, play
 from onecopy.plan.virtual import virtual_world
 
-SHALLOW = (2, 4)  # blocks
 CHECKPOINTING = ("none", "selective", "full")
 
 
@@ -163,17 +163,6 @@ def profile_of(run: Rehearsal) -> Profile:
     return [((phase, stretch, place.get(name, "")), size) for (phase, stretch, name), size in profile]
 
 
-def depths_of(setting: Setting, layers: int) -> tuple[int, int]:
-    """The two depths that stand for a model of `layers` blocks: with as many units as slots at least, as it has."""
-    low, step = max(SHALLOW[0], setting.slots), SHALLOW[1] - SHALLOW[0]
-    if isinstance(
-        setting.checkpointing, int
-    ):  # every n-th block: n of them add a constant, and the last ones are as in the whole
-        low += (layers - low) % setting.checkpointing
-        step = -(-step // setting.checkpointing) * setting.checkpointing
-    return low, low + step
-
-
 def share_computed_again(checkpointing: str | int) -> float:
     """The share of the forward that the backward repeats, selective checkpointing's cheap part left out."""
     return 1 / checkpointing if isinstance(checkpointing, int) else float(checkpointing == "full")
@@ -238,11 +227,17 @@ def _largest(profile: Profile) -> dict[Segment, int]:
 
 def sizes_of(subject: Subject) -> tuple[int, int]:
     """(elements, bytes) of a model, built without memory and without an engine."""
+    return _measured(subject)[:2]
+
+
+def _measured(subject: Subject) -> tuple[int, int, Pattern]:
+    """(elements, bytes, in what pattern its blocks repeat)."""
     with FakeTensorMode(), readable_errors(subject):
         model = subject.build()
-        return sum(p.numel() for p in model.parameters()), sum(
-            t.nbytes for t in (*model.parameters(), *model.buffers())
-        )
+        blocks = [sum(p.numel() for p in block.parameters()) for block in repeated_blocks(model).values()]
+        pattern = pattern_of(blocks) if len(blocks) == subject.layers else Pattern()
+        nbytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        return sum(p.numel() for p in model.parameters()), nbytes, pattern
 
 
 class Estimator:
@@ -254,7 +249,7 @@ class Estimator:
         self.sequence = sequence
         self.base = base
         self._states: dict[tuple[Any, ...], dict[str, int]] = {}
-        self._sizes: tuple[int, int] | None = None
+        self._whole: tuple[int, int, Pattern] | None = None
         self._equal: bool | None = None
         self._shallow: dict[tuple[Any, ...], Shallow] = {}
 
@@ -266,7 +261,7 @@ class Estimator:
         key = (setting.stage, setting.precision, setting.slots, setting.bucket, setting.accumulation > 1)
         if key not in self._states:
             if self._blocks_are_equal():
-                low, high = depths_of(setting, self.subject.layers)
+                low, high = self._depths(setting)
                 shallow = self.shallow(setting)
                 if shallow.world_size == self.world_size:
                     small, large = shallow.states[low], shallow.states[high]
@@ -295,14 +290,26 @@ class Estimator:
 
     def sizes(self) -> tuple[int, int]:
         """(elements, bytes) of the whole model as built."""
-        if self._sizes is None:
-            self._sizes = sizes_of(self.subject)
-        return self._sizes
+        return self._measure()[:2]
+
+    def _measure(self) -> tuple[int, int, Pattern]:
+        if self._whole is None:
+            self._whole = _measured(self.subject)
+        return self._whole
+
+    def _depths(self, setting: Setting) -> tuple[int, int]:
+        return depths_of(self._measure()[2], self.subject.layers, setting.slots, setting.checkpointing)
+
+    def extends(self, setting: Setting) -> bool:
+        """Whether shallow versions of the model can stand for it; else every setting is rehearsed whole."""
+        if self.subject.shrink is None:
+            return False
+        return self._measure()[2] == Pattern() or self._depths(setting)[1] <= self.subject.layers
 
     def _blocks_are_equal(self) -> bool:
         """Whether the whole model has as many elements as its shallow versions let expect, and blocks enough to tell."""
         if self._equal is None:
-            low, high = SHALLOW
+            low, high = self._depths(Setting())
             if self.subject.shrink is None or self.subject.layers <= high + 2:
                 self._equal = False
             else:
@@ -315,7 +322,7 @@ class Estimator:
         checkpointing, several = setting.checkpointing, setting.accumulation > 1
         key = (setting.stage, setting.precision, setting.slots, setting.bucket, checkpointing, several)
         if key not in self._shallow:
-            depths = depths_of(setting, self.subject.layers)
+            depths = self._depths(setting)
             made = self._shallow[key] = Shallow(depths, self.world_size)
             for depth in depths:
                 for batch in (1, 2):
@@ -330,7 +337,7 @@ class Estimator:
 
     def peak(self, setting: Setting) -> int:
         """Bytes the ledger would show at the peak."""
-        if self.subject.shrink is None:
+        if not self.extends(setting):
             return exact(self.subject, setting, self.world_size, self.sequence, self.base).peak
         state = self.state(setting)
         extra = self.shallow(setting).extra_bytes(self.subject.layers, setting.micro_batch)
@@ -348,8 +355,9 @@ class Estimator:
         every_nth = isinstance(setting.checkpointing, int)
         if self.subject.layers <= DEEP or every_nth or not self._blocks_are_equal():
             return exact(self.subject, setting, self.world_size, self.sequence, self.base, tape=tape)
-        low = 2 + max(SHALLOW[0], setting.slots)  # two blocks at each end, behind those that fill the slots
-        high = low + 2
+        turn = self._measure()[2].period
+        low = self._depths(setting)[0] + turns(2, turn)  # two blocks at each end, behind those that fill the slots
+        high = low + turns(2, turn)
         small = exact(self._shrunk(low), setting, self.world_size, self.sequence, self.base)
         large = exact(self._shrunk(high), setting, self.world_size, self.sequence, self.base, tape=tape)
         return Extended(small, large, (low, high), self.subject.layers, self.peak(setting), *self.sizes())
@@ -357,7 +365,7 @@ class Estimator:
     def played(self, setting: Setting, machine: Machine, rates: Rates) -> Played:
         """The time of one optimizer step."""
         single = replace(setting, accumulation=1)
-        if self.subject.shrink is None:
+        if not self.extends(single):
             tape = Tape()
             exact(self.subject, single, self.world_size, self.sequence, self.base, tape=tape)
             played = play(tape.events, machine, rates, setting.compiled)

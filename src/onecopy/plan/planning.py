@@ -131,7 +131,7 @@ def plan(
         )
     length = sequence or subject.sequence or 1
     base = document_of(config)
-    overrides = {"context": where.gpu.context, "communication": where.gpu.communication} | {
+    overrides = {"context": where.gpu.context, "communication": where.gpu.communication, "gpu": where.gpu.name} | {
         name: value for name, value in (overrides or {}).items() if value is not None
     }
     setting = setting_of(base, where.count, stage, micro_batch, accumulation, checkpointing, precision)
