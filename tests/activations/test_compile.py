@@ -169,6 +169,8 @@ def without_blocks(stage: int, compiled: bool) -> tuple[list[float], int]:
         engine.step()
         losses.append(loss.item())
     assert engine.is_compiled == compiled
+    with pytest.raises(ModelError, match="no repeated block"):  # the layers that are compiled are no blocks
+        engine.checkpoint_activations("full")
     engine.destroy()
     return losses, graph_count() - graphs
 

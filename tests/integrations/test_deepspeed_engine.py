@@ -111,8 +111,10 @@ def _parameters_have_the_methods() -> None:
     with GatheredParameters(parameter):
         assert parameter.ds_status is ZeroParamStatus.AVAILABLE and parameter.shape == (8, 4)
     assert parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE and parameter.shape == (0,)
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param, safe_set_local_fp32_param
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param, tensor_fragment
+    from deepspeed.utils.tensor_fragment import safe_set_local_fp32_param
 
+    assert len(tensor_fragment.__all__) == 13 and tensor_fragment.safe_get_full_fp32_param is safe_get_full_fp32_param
     bias = engine.module[1].bias
     mine = safe_get_local_fp32_param(bias)
     rank = torch.distributed.get_rank()
@@ -127,7 +129,10 @@ def _parameters_have_the_methods() -> None:
     assert parameter.shape == (0,)
     with GatheredParameters(parameter):
         assert bool((parameter == 3.0).all())
+    module = engine.module
     engine.destroy()
+    left = {name for name in vars(parameter) if not name.startswith("_")} | {*vars(module)} & {"ds_external_parameters"}
+    assert not left, left
 
 
 def _checkpoints_have_the_script_and_deepspeeds_errors() -> None:
@@ -137,6 +142,7 @@ def _checkpoints_have_the_script_and_deepspeeds_errors() -> None:
     folder = Path(tempfile.gettempdir()) / f"onecopy-script-{os.getppid()}"
     try:
         assert engine.save_checkpoint(folder, client_state={"epoch": 1})
+        assert "save_checkpoint" not in vars(engine)  # a wrapper there would keep the engine alive by itself
         assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
         assert engine.load_checkpoint(folder)[1] == {"epoch": 1}
         for call, kind in (

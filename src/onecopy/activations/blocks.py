@@ -29,16 +29,18 @@ class Block:
 
     Attributes:
         replaced: the instance had a `forward` of its own, which must be put back rather than taken off.
+        repeats: it is one of the model's repeated blocks, and no layer that is only compiled for want of them.
     """
 
     name: str
     module: nn.Module
     forward: Forward
     replaced: bool
+    repeats: bool = True
 
     @classmethod
-    def of(cls, name: str, module: nn.Module) -> Block:
-        return cls(name, module, module.forward, "forward" in vars(module))
+    def of(cls, name: str, module: nn.Module, repeats: bool = True) -> Block:
+        return cls(name, module, module.forward, "forward" in vars(module), repeats)
 
 
 @dataclass
@@ -61,11 +63,11 @@ class Blocks:
         return cls(blocks)
 
     def take_layers(self, named: Iterable[tuple[str, nn.Module]]) -> None:
-        """For a model without blocks: its units are the blocks, single layers though they are."""
+        """For a model without blocks: its units are compiled, single layers though they are."""
         note(
             "engine.compile found no repeated block, and compiles single layers; name the classes of blocks in onecopy.unit_classes"
         )
-        self.all.extend(Block.of(name, module) for name, module in named)
+        self.all.extend(Block.of(name, module, repeats=False) for name, module in named)
 
     def checkpoint(self, how: str | int) -> None:
         """Compute blocks again in backward: "full" (every block), "selective" (but keep matrix products), every n-th, "none".
@@ -85,14 +87,15 @@ class Blocks:
     def _chosen(self, how: str | int) -> list[Block]:
         if how == "none":
             return []
-        if not self.all:
+        blocks = [block for block in self.all if block.repeats]
+        if not blocks:
             raise ModelError(
                 "checkpoint_activations found no repeated block in the model; name its classes in onecopy.unit_classes"
             )
         if how in ("full", "selective"):
-            return self.all
+            return blocks
         if isinstance(how, int) and not isinstance(how, bool) and how >= 1:
-            return self.all[::how]
+            return blocks[::how]
         raise ModelError(
             f'checkpoint_activations({how!r}): give "full", "selective", "none" or n >= 1 for every n-th block'
         )

@@ -8,6 +8,7 @@ from torch import nn
 from onecopy.comm import Communicator
 from onecopy.config import Config
 from onecopy.sharding import Unit, ZeroParamStatus
+from onecopy.sharding.early import METHODS
 
 
 def mark_parameters(model: nn.Module, units: Sequence[Unit], config: Config, communicator: Communicator) -> None:
@@ -40,6 +41,7 @@ def mark_parameters(model: nn.Module, units: Sequence[Unit], config: Config, com
 
 def unmark_parameters(model: nn.Module) -> None:
     """Take DeepSpeed's attributes off: one of them keeps a process group, and others say that an engine shards the parameter."""
+    vars(model).pop("ds_external_parameters", None)
     for parameter in model.parameters():
-        for name in [name for name in vars(parameter) if name.startswith("ds_")]:
+        for name in [name for name in vars(parameter) if name.startswith("ds_") or name in METHODS]:
             delattr(parameter, name)

@@ -60,5 +60,4 @@ def give_up(engine: Engine) -> None:
     for parameter, whole in kept:
         unguard(parameter)
         parameter.data = whole
-        for name in [name for name in vars(parameter) if name == "_onecopy" or name.startswith("ds_")]:
-            delattr(parameter, name)
+        vars(parameter).pop("_onecopy", None)

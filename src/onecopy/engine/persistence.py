@@ -27,6 +27,7 @@ class Persistence:
 
     awaited: AwaitedWeights | None = None  # what a model of the meta device still lacks
     model_parallel: ModelParallel | None
+    after_save: Callable[[Folder], None] | None = None  # called on rank 0 with the folder given, after each save
     _saver: Saver | None = None
     _loader: Loader | None = None
     _exporter: Exporter | None = None
@@ -60,8 +61,11 @@ class Persistence:
         from onecopy.checkpoint.parts import part_folder
 
         self._check_there_is_state()
-        save_dir = part_folder(self.model_parallel, save_dir)
-        return self._checkpoint_saver().save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        folder = part_folder(self.model_parallel, save_dir)
+        saved = self._checkpoint_saver().save(folder, tag, client_state, save_latest, exclude_frozen_parameters)
+        if self.after_save is not None and cast("Engine", self).global_rank == 0:
+            self.after_save(save_dir)
+        return saved
 
     def load_checkpoint(
         self,

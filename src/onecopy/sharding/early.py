@@ -36,7 +36,7 @@ _CONTRACT = (
     "ds_process_group",
     "ds_param_type",
 )
-_METHODS = ("all_gather", "partition", "partition_numel", "ds_summary")
+METHODS = ("all_gather", "partition", "partition_numel", "ds_summary")  # of DeepSpeed's sharded parameters
 _numbers = itertools.count()
 _communicators: dict[int, Collective] = {}
 
@@ -185,7 +185,7 @@ class EarlyShard:
 
     def unmark(self, parameter: nn.Parameter) -> None:
         """Take those attributes off, and the shard itself."""
-        for name in (*_CONTRACT, *_METHODS, ATTRIBUTE):
+        for name in (*_CONTRACT, *METHODS, ATTRIBUTE):
             parameter.__dict__.pop(name, None)
 
     def leave(self) -> None:

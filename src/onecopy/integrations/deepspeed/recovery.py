@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from onecopy.checkpoint import convert_zero_checkpoint_to_fp32_state_dict
 from onecopy.engine import Engine
@@ -24,22 +23,12 @@ main()
 
 def leave_scripts(engine: Engine) -> None:
     """Let the saves of an engine under ZeRO leave the script in the folder of checkpoints, as DeepSpeed's do."""
-    if engine.zero_optimization_stage() == 0:
-        return
-    save = engine.save_checkpoint
-
-    @functools.wraps(save)
-    def save_checkpoint(save_dir: Any, *args: Any, **kwargs: Any) -> bool:
-        saved = save(save_dir, *args, **kwargs)
-        if engine.global_rank == 0:
-            _leave(Path(save_dir).expanduser())
-        return saved
-
-    object.__setattr__(engine, "save_checkpoint", save_checkpoint)
+    if engine.zero_optimization_stage() > 0:
+        engine.after_save = _leave
 
 
-def _leave(folder: Path) -> None:
-    script = folder / NAME
+def _leave(save_dir: str | os.PathLike[str]) -> None:
+    script = Path(save_dir).expanduser() / NAME
     try:
         if not script.exists():
             script.write_text(_SCRIPT)
