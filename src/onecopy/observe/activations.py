@@ -39,7 +39,9 @@ def saved_nbytes(outputs: Iterable[torch.Tensor], weights: Collection[int]) -> i
             continue
         seen.add(node)
         for tensor in _saved_by(node):
-            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside torch.func's transforms: it has no storage
+            if torch._C._functorch.is_functorch_wrapped_tensor(
+                tensor
+            ):  # inside torch.func's transforms: it has no storage
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata not in weights:

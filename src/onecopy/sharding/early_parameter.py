@@ -53,7 +53,9 @@ class EarlyParameter(nn.Parameter):
         return f"EarlyParameter({early!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ModelError(f"{early_shard(self)!r} cannot be pickled; save model.state_dict() on every rank, whose tensors are whole")
+        raise ModelError(
+            f"{early_shard(self)!r} cannot be pickled; save model.state_dict() on every rank, whose tensors are whole"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
