@@ -8,6 +8,7 @@ conversions that need the whole model     test_an_export_holds_blocks_only
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -80,6 +81,34 @@ def save_with_a_slow_rank(directory: str) -> float:
 
 def test_a_slow_rank_is_waited_for(world2, tmp_path: Path) -> None:
     assert min(world2.run(save_with_a_slow_rank, str(tmp_path))) > 5
+
+
+def export_to_a_slow_disk(directory: str) -> int:
+    """Rank 0 forces every file to the disk, and each takes a while: more in all than the others wait for a silent rank."""
+    import onecopy.checkpoint.weight_files as weight_files
+
+    export = sys.modules["onecopy.checkpoint.export"]  # the package has a function of that name
+
+    engine = small.make_engine(1, "bf16", onecopy={"timeout_seconds": 2})
+    bytes_of, sync = export.bytes_of, os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.6)
+        sync(descriptor)
+
+    weight_files.os.fsync, export.bytes_of = slow, lambda size: 2500
+    weight_files.DIRTY_BYTES, before = 1000, weight_files.DIRTY_BYTES
+    try:
+        assert engine.save_16bit_model(directory, "model.safetensors")
+    finally:
+        weight_files.os.fsync, export.bytes_of, weight_files.DIRTY_BYTES = sync, bytes_of, before
+        engine.destroy()
+    return len(list(Path(directory).glob("*.safetensors")))
+
+
+@pytest.mark.slow
+def test_a_slow_disk_is_waited_for(world2, tmp_path: Path) -> None:
+    assert world2.run(export_to_a_slow_disk, str(tmp_path))[0] > 4
 
 
 def load_and_save_again(first: str, second: str) -> list[float]:

@@ -22,6 +22,9 @@ _BLOCKS = 3  # one filling, one being written, one ready
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # how a file system says that it takes no direct writes
 PAGE_BYTES = mmap.PAGESIZE
+DIRTY_BYTES = (
+    1 << 30
+)  # most that the kernel holds back of a file: the last `fsync` of a slow disk gives no sign of life
 
 
 class BlockWriter:
@@ -86,11 +89,16 @@ class BlockWriter:
         self._filled = 0
 
     def _work(self) -> None:
+        held_back = 0
         while (given := self._full.get()) is not None:
             block, position = given
             try:
                 if self._failure is None:
                     write_block(self._descriptor, memoryview(block), position)
+                    held_back += 0 if _is_direct(self._descriptor) else BLOCK_BYTES
+                    if held_back >= DIRTY_BYTES:
+                        os.fsync(self._descriptor)
+                        held_back = 0
             except BaseException as error:
                 self._failure = error
             self._free.put(block)
@@ -122,13 +130,17 @@ def end_direct(descriptor: int) -> None:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT)
 
 
+def _is_direct(descriptor: int) -> bool:
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT)
+
+
 def write_block(descriptor: int, block: memoryview, position: int) -> None:
     """Write all of a block at a position; a file system that refuses direct writes only now gets ordinary ones."""
     while len(block):
         try:
             count = os.pwrite(descriptor, block, position)
         except OSError as error:
-            if error.errno not in _REFUSED or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
+            if error.errno not in _REFUSED or not _is_direct(descriptor):
                 raise
             end_direct(descriptor)
             continue

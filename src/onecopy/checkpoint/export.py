@@ -84,7 +84,7 @@ class Exporter:
             if meeting.rank == 0:
                 files.discard()
             raise
-        self._together(meeting, "done", lambda: self._finish(files, name) if meeting.rank == 0 else None)
+        self._together(meeting, "done", lambda: self._finish(files, name, meeting.beat) if meeting.rank == 0 else None)
         meeting.part()
         return True
 
@@ -96,8 +96,8 @@ class Exporter:
                     writer.write(by_key[piece.key], piece.start, piece.data)
                     meeting.beat()
 
-    def _finish(self, files: WeightFiles, name: str) -> None:
-        files.finish(former_files(files.folder, name))
+    def _finish(self, files: WeightFiles, name: str, progress: Callable[[], None]) -> None:
+        files.finish(former_files(files.folder, name), progress)
         for companion, content in companions(self.engine).items():
             (files.folder / companion).write_bytes(content)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from onecopy.checkpoint.block_writer import DIRTY_BYTES
 from onecopy.checkpoint.container import TensorRecord, lay_out
 from onecopy.checkpoint.folder import sync_folder
 from onecopy.checkpoint.writer import raw_bytes
@@ -74,9 +75,13 @@ class WeightFiles:
                     file.seek(position)
                     file.write(content)
 
-    def finish(self, replaces: Sequence[str] = ()) -> None:
-        """Give the filled files their names, and delete those that a former export left under `replaces`."""
+    def finish(self, replaces: Sequence[str] = (), progress: Callable[[], None] = lambda: None) -> None:
+        """Give the filled files their names, and delete those that a former export left under `replaces`.
+
+        `progress` is called before each file is forced to the disk.
+        """
         for name in self.pieces:
+            progress()
             with open(self.temporary(name), "rb") as file:
                 os.fsync(file.fileno())
             os.replace(self.temporary(name), self.folder / name)
@@ -99,6 +104,7 @@ class RangeWriter:
     def __init__(self, files: WeightFiles) -> None:
         self.files = files
         self._descriptors: dict[str, int] = {}
+        self._held_back: dict[str, int] = {}  # bytes written to a file since it was last forced to the disk
 
     def __enter__(self) -> RangeWriter:
         return self
@@ -119,6 +125,13 @@ class RangeWriter:
                 count = os.pwrite(self._descriptors[file], content, position)
                 position += count
                 content = content[count:]
+                self._wrote(file, count)
+
+    def _wrote(self, file: str, count: int) -> None:
+        self._held_back[file] = self._held_back.get(file, 0) + count
+        if self._held_back[file] >= DIRTY_BYTES:
+            os.fsync(self._descriptors[file])
+            self._held_back[file] = 0
 
 
 # ------------------------------------------------------------------------------------------------------------- layouts
