@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from onecopy.engine.whereabouts import block_of, repeated_blocks
+from onecopy.engine.whereabouts import block_of
 from onecopy.errors import ModelError, OneCopyError, PlanError
 from onecopy.plan.depths import Pattern, depths_of, pattern_of, turns
 from onecopy.plan.extended import DEEP, Extended
@@ -234,8 +235,13 @@ def _measured(subject: Subject) -> tuple[int, int, Pattern]:
     """(elements, bytes, in what pattern its blocks repeat)."""
     with FakeTensorMode(), readable_errors(subject):
         model = subject.build()
-        blocks = [sum(p.numel() for p in block.parameters()) for block in repeated_blocks(model).values()]
-        pattern = pattern_of(blocks) if len(blocks) == subject.layers else Pattern()
+        lists = (
+            found for found in model.modules() if isinstance(found, nn.ModuleList) and len(found) == subject.layers
+        )
+        blocks = [
+            sum(p.numel() for p in block.parameters()) for block in next(lists, ())
+        ]  # of several classes, it may be
+        pattern = pattern_of(blocks)
         nbytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         return sum(p.numel() for p in model.parameters()), nbytes, pattern
 
