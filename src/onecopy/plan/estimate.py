@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onecopy.engine.whereabouts import block_of
 from onecopy.errors import ModelError, OneCopyError, PlanError
-from onecopy.plan.depths import Pattern, depths_of, pattern_of, turns
+from onecopy.plan.depths import SHALLOW, Pattern, depths_of, pattern_of, turns
 from onecopy.plan.extended import DEEP, Extended
 from onecopy.plan.hardware import Machine
 from onecopy.plan.loops import Watchful
@@ -288,8 +288,9 @@ class Estimator:
 
     def checkpointings(self, setting: Setting) -> tuple[str, ...]:
         """What checkpointing can be here: without repeated blocks, or where the model checkpoints by itself, only "none"."""
+        one = self._shrunk(SHALLOW[0]) if self.subject.shrink is not None else self.subject
         try:
-            self._resting_of(self.subject, replace(setting, stage=0, checkpointing="full"))
+            self._resting_of(one, replace(setting, stage=0, checkpointing="full"))
         except ModelError:
             return ("none",)
         return CHECKPOINTING
