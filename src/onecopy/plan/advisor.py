@@ -8,6 +8,7 @@ from typing import Any
 from onecopy.plan.estimate import Estimator, Setting, share_computed_again
 from onecopy.plan.hardware import Machine
 from onecopy.plan.impossible import at_least, utilisation
+from onecopy.plan.rehearsal import Subject
 from onecopy.plan.timing import Rates
 from onecopy.plan.unseen import GIB, Interval, intervals, unseen
 from onecopy.plan.wanted import STAGES
@@ -176,6 +177,18 @@ def _why(choice: Choice, machine: Machine) -> str:
     return "no recomputation, little waiting"
 
 
+def recomputed(how: str | int) -> str:
+    """A setting's checkpointing in words."""
+    if isinstance(how, int):
+        return f"one block in {how} checkpointed"
+    return "no checkpointing" if how == "none" else f"{how} checkpointing"
+
+
+def rate_of(subject: Subject) -> str:
+    """What a throughput is of: a sample has tokens, or it has none."""
+    return "tokens/s" if subject.sequence else "samples/s"
+
+
 def sentences(ranked: list[Choice], estimator: Estimator, machine: Machine) -> list[str]:
     """The advice in words."""
     fitting = [choice for choice in ranked if choice.fits]
@@ -184,7 +197,7 @@ def sentences(ranked: list[Choice], estimator: Estimator, machine: Machine) -> l
         least = min(ranked, key=lambda c: c.bound)
         said.append(
             f"Nothing fits {machine}: the smallest setting (stage {least.setting.stage}, "
-            f"{least.setting.checkpointing} checkpointing, micro-batch "
+            f"{recomputed(least.setting.checkpointing)}, micro-batch "
             f"{least.setting.micro_batch}) needs up to {least.bound / GIB:.1f} GiB of {machine.gpu.memory / GIB:.1f} GiB a GPU."
         )
         said.append(_smallest_change(estimator, least.setting, machine))
@@ -192,8 +205,8 @@ def sentences(ranked: list[Choice], estimator: Estimator, machine: Machine) -> l
     best = fitting[0]
     said.append(
         f"Take stage {best.setting.stage} with micro-batch {best.setting.micro_batch} and "
-        f"{best.setting.checkpointing} checkpointing: the fastest that "
-        f"fits, {best.tokens_per_second:,.0f} tokens/s a GPU, up to {best.bound / GIB:.1f} GiB."
+        f"{recomputed(best.setting.checkpointing)}: the fastest that "
+        f"fits, {best.tokens_per_second:,.0f} {rate_of(estimator.subject)} a GPU, up to {best.bound / GIB:.1f} GiB."
     )
     per_stage = {stage: next((c for c in fitting if c.setting.stage == stage), None) for stage in STAGES}
     two, three = per_stage[2], per_stage[3]
@@ -237,6 +250,6 @@ def _smallest_change(estimator: Estimator, setting: Setting, machine: Machine) -
         allocated = other.peak(wanted)
         if allocated + sum(part.bound for part in unseen(allocated, count, gpu=machine.gpu.name)) <= machine.gpu.memory:
             where = f"{count} GPUs of this kind at stage 3" if count > machine.count else "stage 3"
-            return f"The smallest change that fits: {where}, {how} checkpointing and micro-batch 1."
+            return f"The smallest change that fits: {where}, {recomputed(how)} and micro-batch 1."
         count *= 2
     return "More GPUs alone do not help (activations or slots of one GPU are too large): use shorter sequences or larger GPUs."

@@ -9,7 +9,7 @@ from typing import Any
 
 from onecopy.errors import PlanError
 from onecopy.observe.ledger import CATEGORIES
-from onecopy.plan.advisor import Choice, judge, largest_micro_batch, search, sentences
+from onecopy.plan.advisor import Choice, judge, largest_micro_batch, rate_of, recomputed, search, sentences
 from onecopy.plan.estimate import Estimator
 from onecopy.plan.extended import Extended
 from onecopy.plan.hardware import Machine, machine
@@ -63,6 +63,7 @@ class Plan:
         return {
             "model": self.subject.name, "parameters": self.numel, "model_bytes": self.model_bytes, "gpus": str(self.machine),
             "gpu_memory_bytes": int(self.machine.gpu.memory), "sequence_tokens": self.sequence,
+            "rate_unit": rate_of(self.subject),
             "chosen": self.chosen.row(), "peak_bytes_by_category": self.peak, "resting_bytes_by_category": self.rehearsal.resting,
             "holders": [{"module": m, "category": c, "bytes": b} for m, c, b in self.rehearsal.holders()],
             "unseen": [
@@ -167,7 +168,7 @@ def _lines(p: Plan) -> list[str]:
     lines = [
         f"{p.subject.name}: {_count(p.numel)} parameters on {p.machine} ({p.machine.gpu.memory / GIB:.1f} GiB each)",
         f"stage {s.stage}, micro-batch {s.micro_batch}, {f'{p.sequence} tokens a sample, ' if p.subject.sequence else ''}accumulation "
-        f"{s.accumulation}, {_recomputed(s.checkpointing)}, {s.precision}{', compiled by engine.compile()' if s.compiled else ''}",
+        f"{s.accumulation}, {recomputed(s.checkpointing)}, {s.precision}{', compiled by engine.compile()' if s.compiled else ''}",
         "",
         "Memory a GPU at the peak",
     ]
@@ -192,7 +193,7 @@ def _lines(p: Plan) -> list[str]:
         "Held by",
     ]
     lines += [f"  {_gib(b)}  {c:<16} {m or '(engine)'}" for m, c, b in p.rehearsal.holders(6)]
-    rate = "tokens/s/GPU" if p.subject.sequence else "samples/s/GPU"
+    rate = f"{rate_of(p.subject)}/GPU"
     lines += ["", f"stage   allocated     bound  fits  largest micro-batch   step time {rate:>13}    MFU  exposed"]
     for c in p.stages:
         lines.append(
@@ -214,10 +215,6 @@ def _lines(p: Plan) -> list[str]:
             )
     lines += ["", *p.advice] if p.advice else []
     return [*lines, "", "Not in the numbers:", *(f"  {text}" for text in NOT_IN_NUMBERS)]
-
-
-def _recomputed(how: str | int) -> str:
-    return f"one block in {how} checkpointed" if isinstance(how, int) else f"{how} checkpointing"
 
 
 def _count(numel: int) -> str:
