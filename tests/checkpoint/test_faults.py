@@ -195,6 +195,11 @@ def relative(directory: str) -> list[str]:
     engine.save_checkpoint("link", tag="through the link")
     found = [engine.load_checkpoint("./a run/ünïcode ✓/", 7)[0], engine.load_checkpoint(Path("a run/again"))[0]]
     found += [engine.load_checkpoint("link")[0], engine.load_checkpoint("link/through the link")[0]]
+    inner = [engine.load_checkpoint(f"link/{file}")[0] for file in ("latest", "through the link/state.pt")]
+    assert inner == found[2:]
+    Path(f"{engine.global_rank}.bin").touch()
+    with pytest.raises(CheckpointError, match=r"\.bin is a file and in no checkpoint.*load_pretrained"):
+        engine.load_checkpoint(f"{engine.global_rank}.bin")
     engine.destroy()
     return [os.path.relpath(path) for path in found]
 

@@ -56,6 +56,7 @@ class Loader:
         meeting = Meeting(engine.communicator, "load_checkpoint", self.count, timeout_of(engine))
         options: list[tuple[Path, Manifest]] = []
         try:
+            given = home = _folder_of(given)
             if asked is None and (given / "manifest.json").is_file():  # the folder of one tag itself
                 home, asked = given.parent, given.name
             options = _options(home, asked)
@@ -196,6 +197,18 @@ class Loader:
             loader.load_state_dict(common["data"])
         if "random" in own:
             random_state.restore_random_state(own["random"], engine.device)
+
+
+def _folder_of(given: Path) -> Path:
+    """The folder that was given, or that a file of a checkpoint lies in. Raises CheckpointError for other files."""
+    if not given.is_file():
+        return given
+    if given.name == folder.LATEST or (given.parent / "manifest.json").is_file():
+        return given.parent
+    raise CheckpointError(
+        f"{given} is a file and in no checkpoint; give a folder that save_checkpoint wrote into, or load weight files with "
+        "onecopy.load_pretrained(engine, folder)"
+    )
 
 
 def _options(home: Path, asked: str | None) -> list[tuple[Path, Manifest]]:

@@ -34,7 +34,8 @@ class UnitRules:
     name_suffixes: tuple[str, ...] = ()
     granularity: int = 0
 
-    def names_a_unit(self, name: str, module: nn.Module) -> bool:
+    def marks(self, name: str, module: nn.Module) -> bool:
+        """Whether the user has named this very module."""
         kinds = {
             name for cls in type(module).__mro__ for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
         }
@@ -43,8 +44,11 @@ class UnitRules:
             or name in self.names
             or any(name.endswith(suffix) for suffix in self.name_suffixes)
             or getattr(module, "_z3_leaf", False)
-            or (self.granularity > 0 and _elements(module) / sum(1 for _ in module.modules()) < self.granularity)
         )
+
+    def is_fine(self, module: nn.Module) -> bool:
+        """Whether the module is made of such small parts that they are kept together."""
+        return self.granularity > 0 and _elements(module) / sum(1 for _ in module.modules()) < self.granularity
 
 
 def discover_units(model: nn.Module, rules: UnitRules) -> list[UnitPlan]:
@@ -80,8 +84,11 @@ def _unit_modules(model: nn.Module, rules: UnitRules, large: int) -> Iterator[tu
         if id(module) in seen or not any(True for _ in module.parameters()):
             continue
         seen.add(id(module))
-        callable_here = _has_forward(module)
-        if callable_here and (rules.names_a_unit(name, module) or in_sequence or _is_large_alone(module, large)):
+        if rules.marks(name, module):
+            if type(module).forward is not nn.Module.forward:
+                yield name, module
+            continue  # a list that is never called: its parameters are the root's, gathered for whoever uses them
+        if _has_forward(module) and (rules.is_fine(module) or in_sequence or _is_large_alone(module, large)):
             yield name, module
             continue
         children = [(f"{name}.{local}", child, _is_sequence(module)) for local, child in module.named_children()]
