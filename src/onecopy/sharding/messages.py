@@ -9,7 +9,8 @@ def released(name: str, func: Callable[..., Any], world_size: int) -> str:
     return (
         f"parameter '{name}' is sharded over {world_size} ranks and `{_called(func)}` read it outside any forward of the "
         "model; wrap the code in `with onecopy.zero.GatheredParameters([parameter]):` on every rank, or read one "
-        "parameter with `onecopy.utils.safe_get_full_fp32_param(parameter)` (both are collective)"
+        "parameter with `onecopy.utils.safe_get_full_fp32_param(parameter)`; to save all weights call "
+        "`engine.save_16bit_model(folder, 'model.safetensors')` (all are collective)"
     )
 
 
