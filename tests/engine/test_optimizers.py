@@ -275,6 +275,7 @@ def refuse(make_optimizer: str) -> None:
         "other model": lambda: torch.optim.SGD(other.parameters(), lr=0.1),
         "all frozen": lambda: torch.optim.SGD(model.frozen.parameters(), lr=0.1),
         "no optimizer": lambda: 3,
+        "several": lambda: [torch.optim.SGD([parameter], lr=0.1) for parameter in trained(model)],
     }
     config = {key: value for key, value in configuration(3).items() if key != "optimizer"}
     onecopy.initialize(model=model, optimizer=optimizers[make_optimizer](), config=config)
@@ -289,6 +290,7 @@ def refuse(make_optimizer: str) -> None:
         ("other model", "no parameter of the model"),
         ("all frozen", "no parameter to train"),
         ("no optimizer", "optimizer is a int"),
+        ("several", "optimizer is a list.*call initialize once for each part"),
     ],
 )
 def test_optimizers_that_would_be_wrong_are_refused(world2: World, kind: str, words: str) -> None:

@@ -56,7 +56,8 @@ def choose_optimizer(
         inner = optimizer(given if given is not None else [p for p in model.parameters() if p.requires_grad])
     elif optimizer is not None:
         raise ModelError(
-            f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or a function that makes one from parameters"
+            f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or a function that makes one from parameters. "
+            "For several optimizers give one with a group for each, or call initialize once for each part of the model"
         )
     elif config.optimizer is not None:
         groups = given if given is not None else _trained_now_or_later(model)
