@@ -142,12 +142,12 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
 
 
 BOUNDS = {
-    "matmul": (0.2, 0.95), "half": (5.0, 100.0), "attention": (0.05, 0.95), "traffic": (0.1, 0.95), "launch": (3e-6, 3e-5),
+    "matmul": (0.2, 0.95), "half": (5.0, 100.0), "attention": (0.05, 0.95), "reduced": (0.05, 0.95),
     "overlap": (1.0, 1.3),  # 1.1-1.3 in Galvatron's measurements
 }  # fmt: skip
 START = {
-    "H100": Rates(matmul=0.6, half=30, attention=0.2, traffic=0.45, launch=9e-6, overlap=1.1),
-    "A100": Rates(matmul=0.72, half=30, attention=0.3, traffic=0.45, launch=9e-6, overlap=1.1),
+    "H100": Rates(matmul=0.6, half=30, attention=0.2, reduced=0.3, overlap=1.1),
+    "A100": Rates(matmul=0.72, half=30, attention=0.3, reduced=0.3, overlap=1.1),
 }
 
 

@@ -142,6 +142,13 @@ def test_lanes_overlap_and_waits_are_exposed() -> None:
     assert bare.exposed == pytest.approx(transfer) and bare.seconds == pytest.approx(1 + transfer)
 
 
+def test_a_step_is_as_long_as_the_host_takes_to_start_its_operators() -> None:
+    where = machine("8xA100-80GB")
+    many = Compute("forward", "", [], traffic=1, operators=1000)
+    assert play([many], where, Rates(launch=1e-6, host=5e-6)).seconds == pytest.approx(5e-3)
+    assert play([many], where, Rates(launch=9e-6, host=5e-6)).seconds == pytest.approx(9e-3)
+
+
 def test_compute_beside_a_slow_transfer_is_slowed_less() -> None:
     """In proportion to the transfer's rate: a slow network takes little of the memory's bandwidth and of the processors."""
     near, far = machine("8xA100-80GB"), machine("16xA100-80GB")
@@ -219,7 +226,7 @@ def test_estimators_of_deepspeeds_signatures(capsys: pytest.CaptureFixture[str])
 def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     own = tmp_path / "gpus.toml"
     own.write_text(
-        "[toy]\nmemory = 8e10\nflops = 1e13\nbandwidth = 1e15\nlink = 1e15\n[toy.rates]\nmatmul = 9.0\nattention = 9.0\nlaunch = 0.0\n"
+        "[toy]\nmemory = 8e10\nflops = 1e13\nbandwidth = 1e15\nlink = 1e15\n[toy.rates]\nmatmul = 9.0\nattention = 9.0\nlaunch = 0.0\nhost = 0.0\n"
     )
     with pytest.raises(PlanError, match="cannot be"):
         plan(gpt(), "1xtoy", sequence=LENGTH, hardware=own)

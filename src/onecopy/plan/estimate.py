@@ -213,7 +213,7 @@ class Shallow:
         more = (layers - high) / (high - low)
         grown = {
             name: getattr(large, name) + more * (getattr(large, name) - getattr(small, name))
-            for name in ("seconds", "compute", "exposed", "gather", "reduce", "flops")
+            for name in ("lanes", "host", "compute", "exposed", "gather", "reduce", "flops")
         }
         phases = {k: v + more * (v - small.by_phase.get(k, 0.0)) for k, v in large.by_phase.items()}
         return Played(**grown, by_phase=phases)
@@ -383,8 +383,8 @@ class Estimator:
         if more:
             # Whole gradients (stages 0 and 1) are reduced once a window, sharded ones at every micro-batch.
             step = played.by_phase.get("step", 0.0)
-            a_batch = played.seconds - step - (played.exposed if setting.stage < 2 else 0.0)
-            for name in ("compute", "flops", *(("gather", "reduce", "exposed") if setting.stage == 3 else ())):
+            a_batch = played.lanes - step - (played.exposed if setting.stage < 2 else 0.0)
+            for name in ("host", "compute", "flops", *(("gather", "reduce", "exposed") if setting.stage == 3 else ())):
                 setattr(played, name, getattr(played, name) * (1 + more))
-            played.seconds += more * a_batch
+            played.lanes += more * a_batch
         return played

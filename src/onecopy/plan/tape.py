@@ -25,7 +25,8 @@ class Compute:
     Attributes:
         matmuls: (FLOPs, bytes moved, smallest of the three sizes) of each matrix multiplication.
         attention: FLOPs inside fused attention kernels.
-        traffic: bytes read and written by all other operators.
+        traffic: bytes read and written by pointwise operators and copies.
+        reduced: the same of all other operators: normalisations, softmax, sums, lookups and their backwards.
         operators: how many kernels are launched.
         fused: bytes that remain of `traffic` where units are compiled (see `Fusing`).
         kernels: how many kernels remain of `operators`.
@@ -39,6 +40,7 @@ class Compute:
     operators: int = 0
     fused: int = 0
     kernels: int = 0
+    reduced: int = 0
 
 
 @dataclass(slots=True)
@@ -84,7 +86,11 @@ class Tape:
         attention = "scaled_dot_product" in name
         if cost is None and not attention:
             in_place = name.endswith("_")
-            segment.traffic += _nbytes((args, kwargs)) + (0 if in_place else _nbytes(result))
+            moved = _nbytes((args, kwargs)) + (0 if in_place else _nbytes(result))
+            if torch.Tag.pointwise in func.tags or in_place or name in _STREAMED:
+                segment.traffic += moved
+            else:
+                segment.reduced += moved
             segment.fused += self._fusing.operator((args, kwargs), result, in_place)
             segment.kernels += not self._fusing_open
             self._fusing_open = True
@@ -181,6 +187,7 @@ def between(one: list[Event], two: list[Event], batch: float) -> list[Event]:
                     a.operators,
                     grow(a.fused, b.fused),
                     a.kernels,
+                    grow(a.reduced, b.reduced),
                 )
             )
         else:
@@ -198,6 +205,12 @@ _NO_KERNEL = {
     "aten::lift_fresh",
     "aten::empty_strided",
 }
+
+
+_STREAMED = {  # as fast as pointwise operators: copies, and norms of whole buffers
+    "aten::_to_copy", "aten::cat", "aten::stack", "aten::constant_pad_nd", "aten::split_with_sizes_copy", "aten::linalg_vector_norm",
+    "aten::_foreach_norm",
+}  # fmt: skip
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, result: torch.Tensor) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 """Play a tape on a machine: one compute lane, one gather lane, one reduce lane, and what waits for what.
 
 operator     a matrix multiplication takes the longer of FLOPs / (peak x fraction) and bytes / bandwidth, others bytes
+host         runs ahead of the lanes and takes a time for each operator; a step is as long as the longer of the two
 transfer     starts when its lane is free and the compute lane has reached it; see `Machine.transfer_seconds`
 wait         the compute lane stands until the transfer has arrived: exposed communication
 """
@@ -21,9 +22,10 @@ class Rates:
     Attributes:
         matmul: share of the peak FLOP/s of large matrix multiplications in training (less than in a benchmark of one).
         attention: the same inside fused attention kernels.
-        traffic: share of the memory bandwidth of all other operators.
+        traffic: share of the memory bandwidth of pointwise operators and copies; `reduced`: of all others.
         half: the smallest of a matrix multiplication's three sizes at which it reaches half of `matmul`.
-        launch: seconds an operator takes at least.
+        launch: seconds an operator takes at least on the compute lane.
+        host: seconds the host takes to start one.
         overlap: how much longer compute takes while a transfer runs at the full rate of the links inside a node (they share
             memory bandwidth and processors); beside a slower one, in proportion to its rate.
     """
@@ -31,15 +33,17 @@ class Rates:
     matmul: float = 0.70
     half: float = 0.0
     attention: float = 0.35
-    traffic: float = 0.75
+    traffic: float = 0.8
+    reduced: float = 0.4
     launch: float = 4e-6
+    host: float = 2.5e-5
     overlap: float = 1.0
 
 
 # Fitted on MPT-350m, 3b and 70b of llm-foundry's page by `benchmarks/plan.py --fit`; 125m, 760m and 13b were held out.
 CALIBRATED: dict[str, Rates] = {
-    "H100": Rates(matmul=0.611, half=5.03, attention=0.184, traffic=0.357, launch=2.45e-5, overlap=1.179),
-    "A100": Rates(matmul=0.761, half=5.32, attention=0.317, traffic=0.318, launch=1.21e-5, overlap=1.291),
+    "H100": Rates(matmul=0.600, half=5.03, attention=0.186, reduced=0.124, overlap=1.295),
+    "A100": Rates(matmul=0.720, half=5.42, attention=0.317, reduced=0.149, overlap=1.293),
 }
 
 
@@ -60,12 +64,14 @@ class Played:
     """One step on the clock, in seconds.
 
     Attributes:
+        lanes: until the last lane is done; `host` until the host has started the last operator.
         bars: (lane, start, end, label) for a timeline.
         exposed: seconds that the compute lane stood waiting.
         flops: of all matrix multiplications and attention, recomputation included.
     """
 
-    seconds: float = 0.0
+    lanes: float = 0.0
+    host: float = 0.0
     compute: float = 0.0
     exposed: float = 0.0
     gather: float = 0.0
@@ -73,6 +79,11 @@ class Played:
     flops: float = 0.0
     by_phase: dict[str, float] = field(default_factory=dict)
     bars: list[tuple[str, float, float, str]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """The step: the host needs not wait for the lanes, so step after step the slower of the two sets the pace."""
+        return max(self.lanes, self.host)
 
 
 def compute_seconds(event: Compute, machine: Machine, rates: Rates, compiled: bool = False) -> float:
@@ -84,9 +95,11 @@ def compute_seconds(event: Compute, machine: Machine, rates: Rates, compiled: bo
         seconds += max(flops / (gpu.flops * reached), nbytes / (gpu.bandwidth * rates.traffic), rates.launch)
     seconds += event.attention / (gpu.flops * rates.attention)
     fused = compiled and event.phase != "step"
-    traffic, kernels = (event.fused, event.kernels) if fused else (event.traffic, event.operators)
-    others = kernels - len(event.matmuls)
-    return seconds + max(traffic / (gpu.bandwidth * rates.traffic), others * rates.launch)
+    pointwise, reduced, kernels = (
+        (event.fused, 0, event.kernels) if fused else (event.traffic, event.reduced, event.operators)
+    )
+    moving = (pointwise / rates.traffic + reduced / rates.reduced) / gpu.bandwidth
+    return seconds + max(moving, (kernels - len(event.matmuls)) * rates.launch)
 
 
 def play(events: list[Event], machine: Machine, rates: Rates, compiled: bool = False) -> Played:
@@ -105,6 +118,7 @@ def play(events: list[Event], machine: Machine, rates: Rates, compiled: bool = F
             played.by_phase[event.phase] = played.by_phase.get(event.phase, 0.0) + seconds
             played.flops += sum(flops for flops, _, _ in event.matmuls) + event.attention
             played.compute += seconds
+            played.host += rates.host * (event.kernels if compiled and event.phase != "step" else event.operators)
             now += seconds
         elif isinstance(event, Transfer):
             seconds = machine.transfer_seconds(event.nbytes, event.lane)
@@ -121,7 +135,7 @@ def play(events: list[Event], machine: Machine, rates: Rates, compiled: bool = F
     # What is still under way at the end (refreshed weights) arrives during the next step's forward.
     late = max(0.0, max(free.values()) - now - played.by_phase.get("forward", 0.0))
     played.exposed += late
-    played.seconds = now + late
+    played.lanes = now + late
     return played
 
 
