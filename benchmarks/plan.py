@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.launch import table
 from benchmarks.published import Row, document, is_compiled, node_network, stage_of, subject
+from onecopy.errors import PlanError
 from onecopy.plan.estimate import Estimator, Setting
 from onecopy.plan.hardware import Machine, known_gpus
 from onecopy.plan.timing import Rates, rates_for
@@ -51,7 +52,13 @@ def unplannable(row: Row) -> str:
         return "tensor, pipeline or context parallel, or not said"
     if "fp8" in row["precision"]:
         return "8-bit precision"
-    return f"{', '.join(unknown)} not published" if unknown else ""
+    if unknown:
+        return f"{', '.join(unknown)} not published"
+    try:
+        subject(row)
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 def rows(runs: Path = RUNS) -> list[Row]:
@@ -138,7 +145,7 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
         order = sorted(range(len(values)), key=values.__getitem__)
         return sorted(range(len(values)), key=order.__getitem__)
 
-    return statistics.correlation(ranks(first), ranks(second))
+    return statistics.correlation(ranks(first), ranks(second)) if len(first) > 1 else 1.0
 
 
 BOUNDS = {
@@ -197,12 +204,15 @@ def main() -> None:
     )
     for name in GPUS:
         mine = [row for row in everything if gpu_of(row) == name]
+        if not mine:
+            continue
         fitted = [row for row in mine if row["model"] in CALIBRATION]
         rates = rates_for(known_gpus()[GPUS[name]])
         if arguments.fit:
             rates = fit(fitted, START[name.split("-")[0]])
             print(name, rates)
-        ideal = [constant(row, 1.0) / float(row["step_time_s"]) for row in fitted or mine]
+        known = fitted or [row for row in rows() if gpu_of(row) == name and row["model"] in CALIBRATION]
+        ideal = [constant(row, 1.0) / float(row["step_time_s"]) for row in known]
         utilisation = statistics.median(ideal)
         for label, chosen in (
             ("calibration", fitted),

@@ -226,7 +226,8 @@ def test_estimators_of_deepspeeds_signatures(capsys: pytest.CaptureFixture[str])
 def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     own = tmp_path / "gpus.toml"
     own.write_text(
-        "[toy]\nmemory = 8e10\nflops = 1e13\nbandwidth = 1e15\nlink = 1e15\n[toy.rates]\nmatmul = 9.0\nattention = 9.0\nlaunch = 0.0\nhost = 0.0\n"
+        "[toy]\nmemory = 8e10\nflops = 1e13\nbandwidth = 1e15\nlink = 1e15\n"
+        "[toy.rates]\nmatmul = 9.0\nattention = 9.0\nlaunch = 0.0\nhost = 0.0\n"
     )
     with pytest.raises(PlanError, match="cannot be"):
         plan(gpt(), "1xtoy", sequence=LENGTH, hardware=own)
