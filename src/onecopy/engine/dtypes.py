@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,3 +101,9 @@ def _class_called(name: str) -> type:
             f'{_KEY} names "{name}", which is no class that can be imported; write it with its module, such as "torch.nn.Linear"'
         )
     return found
+
+
+def half(value: Any) -> Any:
+    """The same nest of containers, its floating-point tensors in fp16."""
+    cast: Callable[[Any], Any] = lambda v: v.half() if isinstance(v, torch.Tensor) and v.is_floating_point() else v  # noqa: E731
+    return torch.utils._pytree.tree_map(cast, value)

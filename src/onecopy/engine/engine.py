@@ -1,6 +1,6 @@
 """The engine users know: forward, backward, step, and what a run looks like from outside."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from onecopy.engine.answers import Answers
 from onecopy.engine.attributes import mark_parameters, unmark_parameters
 from onecopy.engine.blocks import BlockMethods
 from onecopy.engine.contract import Contract
-from onecopy.engine.dtypes import move_buffers
+from onecopy.engine.dtypes import half, move_buffers
 from onecopy.engine.live_weights import LiveWeights, StaysInPlace
 from onecopy.engine.persistence import Persistence
 from onecopy.engine.reporting import Reporter
@@ -169,7 +169,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         self._check_states_are_here()
         with self.timers.phase("forward"), self._autocast(), self.runtime.inside_forward():
             if self.configuration.fp16.enabled and self.configuration.fp16.auto_cast:
-                args, kwargs = _half((args, kwargs))
+                args, kwargs = half((args, kwargs))
             if ScaledGradients._scales_exist and torch.is_grad_enabled():
                 args, kwargs = torch.utils._pytree.tree_map(self._hook_input, (args, kwargs))
             with self.reporter.flops.forward(self):
@@ -395,11 +395,6 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
 
 def _forget_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
-
-
-def _half(value: Any) -> Any:
-    cast: Callable[[Any], Any] = lambda v: v.half() if isinstance(v, torch.Tensor) and v.is_floating_point() else v  # noqa: E731
-    return torch.utils._pytree.tree_map(cast, value)
 
 
 def _kind(value: Any) -> str:

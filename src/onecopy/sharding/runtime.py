@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 
 from onecopy.comm import Communicator
@@ -29,16 +28,12 @@ from onecopy.sharding.order import Order
 from onecopy.sharding.outputs import prepare_outputs
 from onecopy.sharding.parameter import ParameterHome, refuse_loading
 from onecopy.sharding.slots import Slot, SlotPool
+from onecopy.sharding.transforms import inside_transform, prepare_for_transform
 from onecopy.sharding.unit import Unit
 
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _inside_transform() -> bool:
-    """Whether one of torch.func's transforms is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Runtime:
@@ -187,8 +182,8 @@ class Runtime:
     def _begin_forward(self) -> None:
         if self._task != -1:
             self.recover()
-        if _inside_transform():
-            self._begin_transformed()
+        if inside_transform():
+            prepare_for_transform(self.units)
         training = torch.is_grad_enabled()
         if training and self.micro_batches == 0:
             self.before_window()
@@ -199,14 +194,6 @@ class Runtime:
             unit.finish_refresh()
             if unit.sharded and (training or not unit.lent):
                 self._hold(unit)
-
-    def _begin_transformed(self) -> None:
-        """Inside a transform of torch.func memory of ours cannot be written, so whole weights arrive before it goes on."""
-        if any(unit.sharded for unit in self.units):
-            raise ModelError(messages.transformed())
-        with temporarily_clear_interpreter_stack():
-            for unit in self.units:
-                unit.finish_refresh()
 
     def _hold(self, unit: Unit) -> None:
         """Keep `unit` gathered until the backward of this forward is over (or this forward is, when there will be none)."""
@@ -222,7 +209,7 @@ class Runtime:
     def _leave(self, call: Call, output: Any) -> Any:
         """A forward is over: hook its outputs so that its backward finds its weights, and tidy up after the last one."""
         training = torch.is_grad_enabled()
-        hook = (lambda grad: self._before_backward(call, grad)) if training and not _inside_transform() else None
+        hook = (lambda grad: self._before_backward(call, grad)) if training and not inside_transform() else None
         output = prepare_outputs(output, self.slots, hook)
         if training and call.unit is not None:
             call.unit.outstanding.append(call.sequence)
