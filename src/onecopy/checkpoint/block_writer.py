@@ -22,9 +22,8 @@ _BLOCKS = 3  # one filling, one being written, one ready
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # how a file system says that it takes no direct writes
 PAGE_BYTES = mmap.PAGESIZE
-DIRTY_BYTES = (
-    1 << 30
-)  # most that the kernel holds back of a file: the last `fsync` of a slow disk gives no sign of life
+# Most that the kernel holds back of a file: the last `fsync` of a slow disk gives no sign of life.
+DIRTY_BYTES = 1 << 30
 
 
 class BlockWriter:

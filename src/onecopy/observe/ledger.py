@@ -86,7 +86,7 @@ class Ledger(TorchDispatchMode):
             if isinstance(result, torch.Tensor):
                 self.see(result)
             elif result is not None:
-                for tensor in _tensors(result):
+                for tensor in tensors_in(result):
                     self.see(tensor)
             if self.operators is not None:
                 self.operators(func, args, kwargs or {}, result)
@@ -246,12 +246,13 @@ def _without_numbers(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in the arguments or results of an operator."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)

@@ -11,32 +11,36 @@ from typing import Any
 
 import torch
 
+from onecopy.observe.ledger import tensors_in
+
 
 class Fusing:
-    """Counts bytes operator by operator, in the order they run; storages are told apart by address while they live."""
+    """Counts bytes operator by operator, in the order they run; storages are told apart by address while they live.
+
+    Attributes:
+        between: no operator has run since the last product: the next one begins a kernel.
+    """
 
     def __init__(self) -> None:
+        self.between = True
         self._kernel = 0
         self._made_by: dict[int, int] = {}  # storage: the kernel that made it
         self._unwritten: dict[int, int] = {}  # storage: bytes that its kernel writes once somebody else reads it
         self._read: set[int] = set()  # storages that this kernel has read
 
-    def cut(self) -> None:
-        """What runs next is another kernel."""
-        self._kernel += 1
-        self._read.clear()
-
     def product(self, inputs: Any, result: Any) -> int:
         """Bytes that kernels before a matrix product or attention write for it; its own traffic is not counted here."""
-        self.cut()
-        written = sum(self._unwritten.pop(key, 0) for key, _ in _storages(inputs))
+        self.between = True
+        self._kernel += 1
+        self._read.clear()
         for key, _ in _storages(result):
-            self._forget(key)
-        self.cut()
-        return written
+            self._made_by.pop(key, None)
+            self._unwritten.pop(key, None)
+        return sum(self._unwritten.pop(key, 0) for key, _ in _storages(inputs))
 
     def operator(self, inputs: Any, result: Any, in_place: bool) -> int:
         """Bytes that an operator adds to those of its kernel."""
+        self.between = False
         moved = 0
         for key, nbytes in _storages(inputs):
             if self._made_by.get(key) != self._kernel and key not in self._read:
@@ -52,19 +56,9 @@ class Fusing:
                 self._unwritten[key] = nbytes
         return moved
 
-    def _forget(self, key: int) -> None:
-        self._made_by.pop(key, None)
-        self._unwritten.pop(key, None)
-
 
 def _storages(value: Any) -> Iterator[tuple[int, int]]:
     """(storage, bytes of the tensor) of every tensor in the arguments or results of an operator."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
-            yield value.untyped_storage()._cdata, int(value.numel()) * int(value.element_size())
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _storages(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _storages(item)
+    for tensor in tensors_in(value):
+        if tensor.layout is torch.strided:
+            yield tensor.untyped_storage()._cdata, int(tensor.numel()) * int(tensor.element_size())

@@ -28,7 +28,7 @@ class Compute:
         traffic: bytes read and written by pointwise operators and copies.
         reduced: the same of all other operators: normalisations, softmax, sums, lookups and their backwards.
         operators: how many kernels are launched.
-        fused: bytes that remain of `traffic` where units are compiled (see `Fusing`).
+        fused: bytes that remain of `traffic` and `reduced` where units are compiled (see `Fusing`).
         kernels: how many kernels remain of `operators`.
     """
 
@@ -72,7 +72,6 @@ class Tape:
         self.recording = False
         self.where: Any = None  # a ledger: its phase and module
         self._fusing = Fusing()
-        self._fusing_open = False  # whether a kernel of fused operators is under way
 
     def __call__(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if not self.recording:
@@ -91,13 +90,11 @@ class Tape:
                 segment.traffic += moved
             else:
                 segment.reduced += moved
+            segment.kernels += self._fusing.between
             segment.fused += self._fusing.operator((args, kwargs), result, in_place)
-            segment.kernels += not self._fusing_open
-            self._fusing_open = True
             return
         segment.fused += self._fusing.product((args, kwargs), result)
         segment.kernels += 1
-        self._fusing_open = False
         if cost is not None:
             segment.matmuls.append(cost(args, result))
         else:

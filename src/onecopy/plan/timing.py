@@ -8,7 +8,7 @@ wait         the compute lane stands until the transfer has arrived: exposed com
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from onecopy.errors import PlanError
 from onecopy.plan.hardware import Gpu, Machine
@@ -86,20 +86,23 @@ class Played:
         return max(self.lanes, self.host)
 
 
-def compute_seconds(event: Compute, machine: Machine, rates: Rates, compiled: bool = False) -> float:
-    """Seconds of the operators of one stretch; in the optimizer's step nothing is compiled."""
+def as_compiled(event: Compute) -> Compute:
+    """The same stretch where units are compiled; the optimizer's step is not."""
+    if event.phase == "step":
+        return event
+    return replace(event, traffic=event.fused, reduced=0, operators=event.kernels)
+
+
+def compute_seconds(event: Compute, machine: Machine, rates: Rates) -> float:
+    """Seconds of the operators of one stretch."""
     gpu = machine.gpu
     seconds = 0.0
     for flops, nbytes, smallest in event.matmuls:
         reached = rates.matmul * smallest / (smallest + rates.half)
         seconds += max(flops / (gpu.flops * reached), nbytes / (gpu.bandwidth * rates.traffic), rates.launch)
     seconds += event.attention / (gpu.flops * rates.attention)
-    fused = compiled and event.phase != "step"
-    pointwise, reduced, kernels = (
-        (event.fused, 0, event.kernels) if fused else (event.traffic, event.reduced, event.operators)
-    )
-    moving = (pointwise / rates.traffic + reduced / rates.reduced) / gpu.bandwidth
-    return seconds + max(moving, (kernels - len(event.matmuls)) * rates.launch)
+    moving = (event.traffic / rates.traffic + event.reduced / rates.reduced) / gpu.bandwidth
+    return seconds + max(moving, (event.operators - len(event.matmuls)) * rates.launch)
 
 
 def play(events: list[Event], machine: Machine, rates: Rates, compiled: bool = False) -> Played:
@@ -111,14 +114,15 @@ def play(events: list[Event], machine: Machine, rates: Rates, compiled: bool = F
     arrives: dict[int, float] = {}
     for event in events:
         if isinstance(event, Compute):
-            seconds = compute_seconds(event, machine, rates, compiled)
+            event = as_compiled(event) if compiled else event
+            seconds = compute_seconds(event, machine, rates)
             beside = max(share[lane] * min(seconds, max(0.0, free[lane] - now)) for lane in free)
             seconds += (rates.overlap - 1) * beside
             played.bars.append(("compute", now, now + seconds, f"{event.phase} {event.module}".strip()))
             played.by_phase[event.phase] = played.by_phase.get(event.phase, 0.0) + seconds
             played.flops += sum(flops for flops, _, _ in event.matmuls) + event.attention
             played.compute += seconds
-            played.host += rates.host * (event.kernels if compiled and event.phase != "step" else event.operators)
+            played.host += rates.host * event.operators
             now += seconds
         elif isinstance(event, Transfer):
             seconds = machine.transfer_seconds(event.nbytes, event.lane)

@@ -105,9 +105,8 @@ def _batch(document: dict[str, Any], ranks: int, micro_batch: int | None, accumu
     """(micro-batch, accumulation), by the rules of the configuration."""
     written = {name: document[name] for name in (TRAIN, MICRO, WINDOW) if document.get(name) not in (None, "auto")}
     given = {name: value for name, value in ((MICRO, micro_batch), (WINDOW, accumulation)) if value is not None}
-    if (
-        given and TRAIN in written
-    ):  # what was not given follows, from the global batch or, without room for it, from the document
+    # What was not given follows, from the global batch or, without room for it, from the document.
+    if given and TRAIN in written:
         for name in (MICRO, WINDOW) if len(given) == 1 else (TRAIN,):
             written.pop(name, None)
     written |= given

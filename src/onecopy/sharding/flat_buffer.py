@@ -230,9 +230,8 @@ class FlatBuffer:
         Raises:
             ModelError: a parameter has another shape than before, or no values.
         """
-        if (
-            self.whole is None or self._refresh is not None
-        ):  # a parameter that is being refreshed cannot be touched unseen
+        # A parameter that is being refreshed cannot be touched unseen.
+        if self.whole is None or self._refresh is not None:
             return
         now = [(p.data_ptr(), p._version) for p in self.parameters]
         if now == self._seen:
