@@ -40,6 +40,7 @@ def test_plan_answers_with_all_stages_and_verdicts() -> None:
     assert sum(answer.peak.values()) == answer.chosen.allocated
     assert answer.config()["train_batch_size"] % 8 == 0
     assert answer.settings[0].fits and answer.advice
+    assert answer.chosen.host_bound and "the host takes to start" in answer.text()  # a toy model on such a GPU
     assert 0 < answer.chosen.mfu <= 1
     json.dumps(answer.as_dict())
     assert "GiB" in answer.text()

@@ -21,6 +21,7 @@ class Choice:
     Attributes:
         allocated: what the ledger counted; `memory` has a guess and a bound of all there is, by level (see `unseen`).
         bound: of all that the device holds, which `fits` is judged by.
+        host_bound: the host takes longer to start the operators than the GPU to run them.
     """
 
     setting: Setting
@@ -32,6 +33,7 @@ class Choice:
     tokens_per_second: float
     mfu: float
     exposed: float
+    host_bound: bool = False
     why: str = ""
 
     @property
@@ -51,7 +53,7 @@ class Choice:
             "reserved_bytes": self.reserved, "bound_bytes": self.bound,
             **{f"{level}_{end}_bytes": getattr(found, end) for level, found in self.memory.items() for end in ("guess", "bound")},
             "headroom_bytes": self.headroom, "step_seconds": self.seconds, "tokens_per_second_per_gpu": self.tokens_per_second,
-            "mfu": self.mfu, "exposed_communication_seconds": self.exposed, "why": self.why,
+            "mfu": self.mfu, "exposed_communication_seconds": self.exposed, "host_bound": self.host_bound, "why": self.why,
         }  # fmt: skip
 
 
@@ -74,7 +76,7 @@ def judge(
     mfu = utilisation(played.flops / again, played.seconds, machine.gpu.flops, f"stage {setting.stage} on {machine}")
     return Choice(
         setting, allocated, memory, spare >= 0, spare,
-        played.seconds, tokens / played.seconds, mfu, played.exposed,
+        played.seconds, tokens / played.seconds, mfu, played.exposed, played.host > played.lanes,
     )  # fmt: skip
 
 
@@ -167,6 +169,8 @@ def _around(
 def _why(choice: Choice, machine: Machine) -> str:
     if not choice.fits:
         return f"{-choice.headroom / GIB:.1f} GiB too much"
+    if choice.host_bound:
+        return "the host starts operators no faster: larger micro-batches cost little time"
     share = choice.exposed / choice.seconds
     if share > 0.2:
         return f"{share:.0%} of the step waits for communication"

@@ -201,6 +201,10 @@ def _lines(p: Plan) -> list[str]:
             f"{p.largest_micro_batch[c.setting.stage]:>20} "
             f"{c.seconds:>9.3f} s {c.tokens_per_second:>13,.0f} {c.mfu:>6.1%} {c.exposed:>6.3f} s"
         )
+    if chosen.host_bound:
+        lines.append(
+            "the step is as long as the host takes to start its operators: a larger micro-batch costs little time"
+        )
     if p.settings:
         lines += [
             "",
