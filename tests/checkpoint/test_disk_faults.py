@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from onecopy.checkpoint import export
 from onecopy.checkpoint import folder as folders
@@ -96,27 +99,26 @@ def test_a_full_disk(world2, small_disk: Path) -> None:
 
 def save_on_a_disk_that_lies(directory: str, reads_back: bool) -> tuple[str, str]:
     """Rank 1's disk keeps one bit other than it was given."""
-    import onecopy.checkpoint.block_writer as blocks
+    import onecopy.checkpoint.file_writer as files
 
     engine = small.make_engine(3, checkpoint={"verify_after_save": reads_back})
     engine.save_checkpoint(directory, "before")
-    write_block = blocks.write_block
+    write_all = files.write_all
 
-    def lying(descriptor: int, block: memoryview, position: int) -> None:
-        changed = bytearray(block)
+    def lying(descriptor: int, content: memoryview, position: int) -> None:
+        changed = bytearray(content)
         if len(changed) > 2000:
             changed[2000] ^= 8
-        blocks.end_direct(descriptor)  # which takes aligned memory only
-        write_block(descriptor, memoryview(changed), position)
+        write_all(descriptor, changed, position)
 
     if torch.distributed.get_rank() == 1:
-        blocks.write_block = lying
+        files.write_all = lying
     try:
         return message_of(engine.save_checkpoint, directory, "after"), message_of(
             engine.load_checkpoint, directory, "after"
         )
     finally:
-        blocks.write_block = write_block
+        files.write_all = write_all
         engine.destroy()
 
 
@@ -129,3 +131,45 @@ def test_a_disk_that_lies(world2, tmp_path: Path, reads_back: bool) -> None:
         else:
             assert saving == "" and "'after' is damaged (__1_0.distcp (written by rank 1" in loading
     assert (tmp_path / "latest").read_text() == ("before" if reads_back else "after")
+
+
+def save_through_small_windows(directory: str, system: str) -> tuple[str, str, bool]:
+    """Files many times larger than what may be on its way to the disk, on systems that know ranges, do not, or lose one."""
+    import onecopy.checkpoint.file_writer as files
+
+    def lost(*range_of: Any) -> int:
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    before = files.CHUNK_BYTES, files.WINDOW_BYTES, files._sync_file_range
+    files.CHUNK_BYTES, files.WINDOW_BYTES = 4096, 8192
+    if system != "linux":
+        files._sync_file_range = {"other": None, "lost": lost}[system]
+    engine = small.make_engine(2, "bf16")
+    try:
+        small.train(engine, 0, 1)
+        saving = message_of(engine.save_checkpoint, directory)
+        exporting = message_of(engine.save_16bit_model, f"{directory}/out", "model.safetensors")
+    finally:
+        files.CHUNK_BYTES, files.WINDOW_BYTES, files._sync_file_range = before
+    expected = small.train(engine, 1, 3)
+    if not saving:
+        engine.load_checkpoint(directory)
+    same = bool(saving) or small.train(engine, 1, 3) == expected
+    engine.destroy()
+    return saving, exporting, same
+
+
+@pytest.mark.parametrize("system", ["linux", "other", "lost"])
+def test_files_larger_than_the_window(world2, tmp_path: Path, system: str) -> None:
+    for saving, exporting, same in world2.run(save_through_small_windows, str(tmp_path), system):
+        assert same
+        assert [("Input/output error" in message) for message in (saving, exporting)] == [system == "lost"] * 2
+    if system == "lost":
+        assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == []
+        return
+    path = tmp_path / "global_step1"
+    assert Manifest.read(path).problems(path) == []
+    export(tmp_path, tmp_path / "again", "as-trained")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -219,24 +219,24 @@ def test_paths_of_all_kinds(world2, tmp_path: Path) -> None:
 
 def save_into(directory: str, fail_on: int | None = None, error: int = 28) -> str:
     """Save; rank `fail_on` meets an error of the system at its first write of tensors."""
-    import onecopy.checkpoint.block_writer as blocks
+    import onecopy.checkpoint.file_writer as files
 
     engine = small.make_engine(3)
     small.train(engine, 0, 1)
-    write_block = blocks.write_block
+    write_all = files.write_all
 
-    def failing(descriptor: int, block: memoryview, position: int) -> None:
+    def failing(descriptor: int, content: memoryview, position: int) -> None:
         raise OSError(error, os.strerror(error))
 
     if torch.distributed.get_rank() == fail_on:
-        blocks.write_block = failing
+        files.write_all = failing
     try:
         engine.save_checkpoint(directory)
         return "saved"
     except CheckpointError as problem:
         return str(problem)
     finally:
-        blocks.write_block = write_block
+        files.write_all = write_all
         engine.destroy()
 
 

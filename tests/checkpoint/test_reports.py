@@ -97,11 +97,10 @@ def export_to_a_slow_disk(directory: str) -> int:
         sync(descriptor)
 
     weight_files.os.fsync, export.bytes_of = slow, lambda size: 2500
-    weight_files.DIRTY_BYTES, before = 1000, weight_files.DIRTY_BYTES
     try:
         assert engine.save_16bit_model(directory, "model.safetensors")
     finally:
-        weight_files.os.fsync, export.bytes_of, weight_files.DIRTY_BYTES = sync, bytes_of, before
+        weight_files.os.fsync, export.bytes_of = sync, bytes_of
         engine.destroy()
     return len(list(Path(directory).glob("*.safetensors")))
 

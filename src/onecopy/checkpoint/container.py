@@ -10,13 +10,15 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
+
+from onecopy.checkpoint.checksum import crc32
 
 ALIGNMENT = 64  # bytes; where a record's data may begin
 _LARGE = 0xFFFFFFFF  # what a zip's 32-bit field holds when the number stands in its 64-bit extra field
@@ -57,13 +59,24 @@ class Container:
     nbytes: int
 
 
-def frame(dtype: torch.dtype, shape: tuple[int, ...], crc32: int) -> tuple[bytes, bytes]:
+def frame(dtype: torch.dtype, shape: tuple[int, ...], checksum: int) -> tuple[bytes, bytes]:
     """What goes before and after the data of one tensor, to be read by `torch.load`. The data must be below 4 GiB."""
-    container = lay_out([TensorRecord("", dtype, shape)], bare=True, checksums=[crc32])
-    position = container.positions[0]
-    head = b"".join(piece for place, piece in container.pieces if place < position)
-    tail = b"".join(piece for place, piece in container.pieces if place >= position)
+    written = struct.pack("<I", checksum)
+    head, tail = (part[:at] + written + part[at + 4 :] for part, at in _open_frame(dtype, shape))
     return head, tail
+
+
+@lru_cache(maxsize=4096)  # a model has many tensors and few shapes
+def _open_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> list[tuple[bytes, int]]:
+    """The two parts of a frame, each with where its checksum belongs: the bytes that differ between two checksums."""
+    frames = []
+    for checksum in (0, 0xFFFFFFFF):
+        container = lay_out([TensorRecord("", dtype, shape)], bare=True, checksums=[checksum])
+        position = container.positions[0]
+        head = b"".join(piece for place, piece in container.pieces if place < position)
+        tail = b"".join(piece for place, piece in container.pieces if place >= position)
+        frames.append((head, tail))
+    return [(one, next(at for at in range(len(one)) if one[at] != other[at])) for one, other in zip(*frames)]
 
 
 def lay_out(
@@ -90,7 +103,7 @@ def lay_out(
     position = 0
     for index, (name, content, nbytes) in enumerate(files):
         size = len(content) if content is not None else nbytes
-        checksum = zlib.crc32(content) if content is not None else (checksums[index - 3] if checksums else 0)
+        checksum = crc32(content) if content is not None else (checksums[index - 3] if checksums else 0)
         local = _local_header(name, size, checksum, position)
         directory += _directory_entry(name, size, checksum, position)
         pieces.append((position, local))

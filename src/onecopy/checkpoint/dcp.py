@@ -31,21 +31,18 @@ def metadata_bytes(tensors: dict[str, TensorEntry], model: dict[str, ModelEntry]
     for key, given in tensors.items():
         entry = _each_once(given)
         for name in (key, *shared.get(key, ())):
+            chunks: list[ChunkStorageMetadata] = []
             described[name] = TensorStorageMetadata(
-                TensorProperties(dtype=entry.dtype),
-                torch.Size(entry.shape),
-                [
-                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                    for _, offsets, sizes in map(_box(entry), entry.chunks)
-                ],
+                TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks
             )
             paths[name] = _path(name)
-            for chunk, offsets, sizes in map(_box(entry), entry.chunks):
-                head, tail = frame(entry.dtype, sizes, chunk.crc32)
+            for chunk in entry.chunks:
+                (box,) = boxes(entry.shape, chunk.start, chunk.start + chunk.numel)
+                offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                head, tail = frame(entry.dtype, box.sizes, chunk.crc32)
                 length = len(head) + chunk.numel * entry.dtype.itemsize + len(tail)
-                stored[MetadataIndex(name, torch.Size(offsets))] = _StorageInfo(
-                    chunk.file, chunk.position - len(head), length
-                )
+                stored[MetadataIndex(name, offsets)] = _StorageInfo(chunk.file, chunk.position - len(head), length)
     return pickle.dumps(Metadata(described, planner_data=paths, storage_data=stored, version=CURRENT_DCP_VERSION))
 
 
@@ -63,11 +60,3 @@ def _path(key: str) -> tuple[str, ...]:
         return ("model", key.removeprefix("model."))
     name, _, state = key.removeprefix("optimizer.state.").rpartition(".")
     return ("optimizer", "state", name, state)
-
-
-def _box(entry: TensorEntry):  # type: ignore[no-untyped-def]
-    def of(chunk: Chunk) -> tuple[Chunk, tuple[int, ...], tuple[int, ...]]:
-        (box,) = boxes(entry.shape, chunk.start, chunk.start + chunk.numel)
-        return chunk, box.offsets, box.sizes
-
-    return of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onecopy.checkpoint import folder
-from onecopy.checkpoint.block_writer import BlockWriter
+from onecopy.checkpoint.file_writer import FileWriter
 from onecopy.checkpoint.manifest import Manifest, ModelEntry, dtype_of
 from onecopy.checkpoint.meeting import Meeting
 from onecopy.checkpoint.pieces import flat_buffers, model_entries, model_pieces
@@ -90,7 +90,7 @@ class Exporter:
 
     def _write(self, files: WeightFiles, weights: list[Weight], meeting: Meeting) -> None:
         by_key = {f"model.{weight.name}": weight for weight in weights}
-        with RangeWriter(files) as writer:
+        with RangeWriter(files, meeting.beat) as writer:
             for piece in model_pieces(self.engine):
                 if piece.key in by_key:
                     writer.write(by_key[piece.key], piece.start, piece.data)
@@ -166,7 +166,7 @@ def export(
 ) -> list[Path]:
     """Write the weights of a checkpoint as files that vLLM, transformers and safetensors open.
 
-    Holds a few blocks of 8 MiB a file at a time, whatever the model's size. Needs no process group.
+    Holds a block of a million elements a file at a time, whatever the model's size. Needs no process group.
 
     Args:
         checkpoint: a folder of checkpoints (then `tag` says which, default the newest) or of one.
@@ -207,7 +207,7 @@ def fill(files: WeightFiles, weights: Iterable[Weight], path: Path, manifest: Ma
     def one(file: str) -> None:
         parts: list[tuple[int, int, bytes | Weight]] = [(at, 0, content) for at, content in files.pieces[file]]
         parts += [(at, 1, weight) for at, weight in inside[file] if weight.record.nbytes]
-        with RangeReader(path, manifest) as reader, BlockWriter(files.temporary(file)) as out:
+        with RangeReader(path, manifest) as reader, FileWriter(files.temporary(file)) as out:
             for position, _, part in sorted(parts, key=lambda each: each[:2]):
                 assert out.position == position, f"{file} has a gap at {out.position}"
                 if isinstance(part, bytes):
@@ -219,7 +219,7 @@ def fill(files: WeightFiles, weights: Iterable[Weight], path: Path, manifest: Ma
         list(pool.map(one, files.pieces))
 
 
-def _copy(weight: Weight, reader: RangeReader, out: BlockWriter) -> None:
+def _copy(weight: Weight, reader: RangeReader, out: FileWriter) -> None:
     """Append one tensor, in the dtype asked for, some elements at a time."""
     key, total = f"model.{weight.name}", weight.record.numel
     buffer = torch.empty(min(_BLOCK, total), dtype=reader.entry(key).dtype)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from onecopy.checkpoint.checksum import crc32
 from onecopy.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -134,7 +134,7 @@ class Manifest:
         }
         text = json.dumps(plain)
         return (
-            json.dumps({"format": FORMAT, "version": VERSION, "crc32": zlib.crc32(text.encode())})[:-1]
+            json.dumps({"format": FORMAT, "version": VERSION, "crc32": crc32(text.encode())})[:-1]
             + ', "content": '
             + text
             + "}"
@@ -151,7 +151,7 @@ class Manifest:
                     f"{place} is version {version} of the format; this onecopy reads version {VERSION}"
                 )
             body = text[text.index(', "content": ') + len(', "content": ') : -1]
-            if zlib.crc32(body.encode()) != document["crc32"]:
+            if crc32(body.encode()) != document["crc32"]:
                 raise CheckpointError(f"{place} is damaged: its checksum does not fit its content")
             content = document["content"]
             names = [entry["name"] for entry in content["files"]]
@@ -274,7 +274,7 @@ def _checksum(file: Any, nbytes: int, checksum: int, progress: Callable[[int], N
         count = file.readinto(buffer[: min(nbytes, _BLOCK)])
         if not count:
             raise OSError("it ends too early")
-        checksum = zlib.crc32(buffer[:count], checksum)
+        checksum = crc32(buffer[:count], checksum)
         nbytes -= count
         if progress is not None:
             progress(count)

@@ -12,11 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 
-from onecopy.checkpoint.block_writer import DIRTY_BYTES
 from onecopy.checkpoint.container import TensorRecord, lay_out
+from onecopy.checkpoint.file_writer import Writeback, write_all
 from onecopy.checkpoint.folder import sync_folder
 from onecopy.checkpoint.writer import raw_bytes
 from onecopy.errors import CheckpointError
@@ -99,39 +101,41 @@ class WeightFiles:
 
 
 class RangeWriter:
-    """Writes ranges of tensors into the files; every rank (or thread) has one of its own."""
+    """Writes ranges of tensors into the files; every rank has one of its own, and what it wrote is on the disk at its end.
 
-    def __init__(self, files: WeightFiles) -> None:
+    `progress` is called before each file is forced to the disk.
+    """
+
+    def __init__(self, files: WeightFiles, progress: Callable[[], None] = lambda: None) -> None:
         self.files = files
-        self._descriptors: dict[str, int] = {}
-        self._held_back: dict[str, int] = {}  # bytes written to a file since it was last forced to the disk
+        self.progress = progress
+        self._open: dict[str, tuple[int, Writeback]] = {}
 
     def __enter__(self) -> RangeWriter:
         return self
 
-    def __exit__(self, *unused: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+    def __exit__(self, kind: type[BaseException] | None, value: Any, trace: TracebackType | None) -> None:
+        try:
+            for _, writeback in self._open.values() if kind is None else ():
+                self.progress()
+                writeback.finish()
+        finally:
+            for descriptor, _ in self._open.values():
+                os.close(descriptor)
 
     def write(self, weight: Weight, start: int, data: torch.Tensor) -> None:
         """Write flat `data` as elements from `start` on of a tensor, cast block by block."""
         file, position = self.files.places[weight.name]
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(self.files.temporary(file), os.O_WRONLY)
+        if file not in self._open:
+            descriptor = os.open(self.files.temporary(file), os.O_WRONLY)
+            self._open[file] = descriptor, Writeback(descriptor)
+        descriptor, writeback = self._open[file]
         position += start * weight.dtype.itemsize
         for low in range(0, data.numel(), _BLOCK):
             content = raw_bytes(data[low : low + _BLOCK].to(weight.dtype))
-            while len(content):
-                count = os.pwrite(self._descriptors[file], content, position)
-                position += count
-                content = content[count:]
-                self._wrote(file, count)
-
-    def _wrote(self, file: str, count: int) -> None:
-        self._held_back[file] = self._held_back.get(file, 0) + count
-        if self._held_back[file] >= DIRTY_BYTES:
-            os.fsync(self._descriptors[file])
-            self._held_back[file] = 0
+            write_all(descriptor, content, position)
+            writeback.wrote(position, len(content))
+            position += len(content)
 
 
 # ------------------------------------------------------------------------------------------------------------- layouts

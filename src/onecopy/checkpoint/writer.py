@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 
 import torch
 
-from onecopy.checkpoint.block_writer import BlockWriter
+from onecopy.checkpoint.checksum import crc32
 from onecopy.checkpoint.container import frame
+from onecopy.checkpoint.file_writer import FileWriter, write_all
 from onecopy.checkpoint.manifest import Chunk, FileEntry, TensorEntry
 from onecopy.checkpoint.pieces import Piece
 from onecopy.layout import boxes
@@ -66,18 +66,18 @@ def write_pieces(
 ) -> None:
     """Write `pieces` into the new file `name` and force it to the disk; what was written is added to `written`.
 
-    Data goes from the tensors' memory through a few blocks; from an accelerator one box at a time is copied to the host.
+    Data goes from the tensors' memory into the file; from an accelerator one box at a time is copied to the host.
     """
     checksum = 0
-    with BlockWriter(folder / name) as file:
+    with FileWriter(folder / name) as file:
         for piece in pieces:
             entry = written.tensors.setdefault(piece.key, TensorEntry(piece.data.dtype, piece.shape))
             for box_shape, start, data in _boxes_of(piece):
                 content = raw_bytes(data)
-                crc32 = zlib.crc32(content)
-                head, tail = frame(piece.data.dtype, box_shape, crc32)
-                entry.chunks.append(Chunk(name, file.position + len(head), start, data.numel(), crc32))
-                checksum = zlib.crc32(tail, zlib.crc32(head, checksum))
+                data_checksum = crc32(content)
+                head, tail = frame(piece.data.dtype, box_shape, data_checksum)
+                entry.chunks.append(Chunk(name, file.position + len(head), start, data.numel(), data_checksum))
+                checksum = crc32(tail, crc32(head, checksum))
                 for part in (head, content, tail):
                     file.write(part)
                 if progress is not None:
@@ -101,23 +101,12 @@ def raw_bytes(flat: torch.Tensor) -> memoryview:
     return memoryview(content) if host.numel() else memoryview(b"")
 
 
-def write_all(descriptor: int, parts: list[Any]) -> None:
-    """`os.writev` until everything is written."""
-    views = [memoryview(part) for part in parts if len(part)]
-    while views:
-        count = os.writev(descriptor, views)
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if views:
-            views[0] = views[0][count:]
-
-
 def write_file(
     folder: Path, name: str, content: bytes, written: Written | None = None, rank: int = 0, host: str = ""
 ) -> None:
     """Write a small file and force it to the disk."""
     with open(folder / name, "xb", buffering=0) as file:
-        write_all(file.fileno(), [content])
+        write_all(file.fileno(), content, 0)
         os.fsync(file.fileno())
     if written is not None:
-        written.files[name] = FileEntry(len(content), zlib.crc32(content), rank, host)
+        written.files[name] = FileEntry(len(content), crc32(content), rank, host)
