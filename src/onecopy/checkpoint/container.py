@@ -66,6 +66,12 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], checksum: int) -> tuple[by
     return head, tail
 
 
+def frame_lengths(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes before and after the data of one tensor."""
+    (head, _), (tail, _) = _open_frame(dtype, shape)
+    return len(head), len(tail)
+
+
 @lru_cache(maxsize=4096)  # a model has many tensors and few shapes
 def _open_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> list[tuple[bytes, int]]:
     """The two parts of a frame, each with where its checksum belongs: the bytes that differ between two checksums."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from functools import cache
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -15,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from onecopy.checkpoint.container import frame
+from onecopy.checkpoint.container import frame_lengths
 from onecopy.checkpoint.manifest import Chunk, ModelEntry, TensorEntry
 from onecopy.layout import boxes
 
@@ -23,7 +25,12 @@ NAME = ".metadata"
 
 
 def metadata_bytes(tensors: dict[str, TensorEntry], model: dict[str, ModelEntry]) -> bytes:
-    """The pickled metadata. Tied weights are listed under every name; their data is there once."""
+    """The pickled metadata. Tied weights are listed under every name; their data is there once.
+
+    Equal sizes and names are one object each, which pickle writes once: thousands of ranks make millions of chunks.
+    """
+    size = cache(torch.Size)
+    box_of = cache(lambda shape, start, stop: boxes(shape, start, stop)[0])
     shared = {f"model.{name}": [f"model.{alias}" for alias in entry.aliases] for name, entry in model.items()}
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
@@ -37,12 +44,12 @@ def metadata_bytes(tensors: dict[str, TensorEntry], model: dict[str, ModelEntry]
             )
             paths[name] = _path(name)
             for chunk in entry.chunks:
-                (box,) = boxes(entry.shape, chunk.start, chunk.start + chunk.numel)
-                offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
-                chunks.append(ChunkStorageMetadata(offsets, sizes))
-                head, tail = frame(entry.dtype, box.sizes, chunk.crc32)
-                length = len(head) + chunk.numel * entry.dtype.itemsize + len(tail)
-                stored[MetadataIndex(name, offsets)] = _StorageInfo(chunk.file, chunk.position - len(head), length)
+                box = box_of(entry.shape, chunk.start, chunk.start + chunk.numel)
+                offsets = size(box.offsets)
+                chunks.append(ChunkStorageMetadata(offsets, size(box.sizes)))
+                head, tail = frame_lengths(entry.dtype, box.sizes)
+                place = sys.intern(chunk.file), chunk.position - head, head + chunk.numel * entry.dtype.itemsize + tail
+                stored[MetadataIndex(name, offsets)] = _StorageInfo(*place)
     return pickle.dumps(Metadata(described, planner_data=paths, storage_data=stored, version=CURRENT_DCP_VERSION))
 
 
