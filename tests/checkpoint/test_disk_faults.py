@@ -33,13 +33,16 @@ def message_of(work: Any, *arguments: Any) -> str:
         return str(error)
 
 
-def save_as_nobody(directory: str) -> str:
+def save_as_nobody(directory: str) -> tuple[str, ...]:
     engine = small.make_engine(3)
     engine.save_checkpoint(directory, "before")
+    engine.save_checkpoint(directory, "closed", save_latest=False)
     os.chmod(directory, 0o555)
+    os.chmod(f"{directory}/closed", 0)
     os.seteuid(NOBODY)  # the superuser may write anywhere
     try:
-        return message_of(engine.save_checkpoint, directory, "after")
+        assert engine.load_checkpoint(directory)[0] == f"{directory}/before"
+        return tuple(message_of(work, directory, "closed") for work in (engine.save_checkpoint, engine.load_checkpoint))
     finally:
         os.seteuid(0)
         engine.destroy()
@@ -49,9 +52,10 @@ def save_as_nobody(directory: str) -> str:
 def test_a_read_only_folder(world2) -> None:
     directory = tempfile.mkdtemp()
     try:
-        for message in world2.run(save_as_nobody, directory):
-            assert "cannot be written to" in message and "Permission denied" in message
-        assert sorted(os.listdir(directory)) == ["before", "latest"]
+        for saved, loaded in world2.run(save_as_nobody, directory):
+            assert "cannot be written to" in saved and "Permission denied" in saved
+            assert "closed is no complete checkpoint: manifest.json cannot be read (Permission denied)" in loaded
+        assert sorted(os.listdir(directory)) == ["before", "closed", "latest"]
     finally:
         shutil.rmtree(directory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,31 @@ def test_without_the_gather_flag_nothing_is_written(world2, tmp_path: Path, capf
     assert not (tmp_path / "bin").exists() and not (tmp_path / "safe").exists()
 
 
+def write_on_a_full_disk(folder: str) -> str:
+    from onecopy.checkpoint.weight_files import WeightFiles
+
+    engine, create = small.make_engine(2), WeightFiles.create
+
+    def failing(files: WeightFiles) -> None:
+        create(files)
+        raise OSError(28, "No space left on device")
+
+    WeightFiles.create = failing  # type: ignore[method-assign]
+    try:
+        engine.save_16bit_model(folder)
+        return "written"
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        WeightFiles.create = create  # type: ignore[method-assign]
+        engine.destroy()
+
+
+def test_16bit_model_on_a_full_disk(world1, tmp_path: Path) -> None:
+    (message,) = world1.run(write_on_a_full_disk, str(tmp_path))
+    assert message == f"{tmp_path} cannot be written: No space left on device" and os.listdir(tmp_path) == []
+
+
 def test_command_line(world2, tmp_path: Path, capsys: Any) -> None:
     world2.run(train_and_write, str(tmp_path / "run"), 3, "bf16")
     (tmp_path / "model").mkdir()
@@ -128,6 +154,8 @@ def test_inspect_and_verify(world2, tmp_path: Path, capsys: Any) -> None:
         and "exp_avg, exp_avg_sq, step" in text
         and "head.weight" in text
     )
+    assert main(["inspect", str(tmp_path / "latest"), "--tag", "latest"]) == 0
+    assert "blocks.2.down.weight" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "global_step2")]) == 0
     assert "every checksum is right" in capsys.readouterr().out
     data = bytearray((tmp_path / "global_step2" / "__1_0.distcp").read_bytes())

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from onecopy.checkpoint import export
 from onecopy.checkpoint import folder as folders
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.errors import CheckpointError
@@ -90,7 +91,45 @@ def test_every_byte_counts(two: Any) -> None:
         changed = bytearray(data)
         changed[position] ^= 16
         (path / "__0_0.distcp").write_bytes(changed)
-        assert len(manifest.problems(path, ["__0_0.distcp"])) == 1, position
+        (problem,) = manifest.problems(path, ["__0_0.distcp"])
+        if " in model." in problem:  # an export reads the weights only
+            with pytest.raises(CheckpointError, match=r"nothing was exported.*__0_0.*damaged in model\..*global_step1"):
+                export(directory, directory / "out")
+            assert os.listdir(directory / "out") == []
+
+
+def test_what_a_killed_job_left_goes(tmp_path: Path) -> None:
+    own, dead = folders.temporary_name("latest"), folders.temporary_name("tag").replace(str(os.getpid()), "99999999")
+    for name in (own, f"{dead}0"):
+        (tmp_path / name).write_text("global_step1")
+    (tmp_path / dead).mkdir()
+    (tmp_path / dead / "state.pt").touch()
+    folders.clear_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == [own]
+
+
+def test_folders_that_hold_something_else_are_named(tmp_path: Path) -> None:
+    for name in (
+        "hub/model.safetensors",
+        "torch/.metadata",
+        "half/.metadata",
+        "half/state.pt",
+        "deepspeed/t/mp_rank_00_model_states.pt",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert "onecopy.load_pretrained(engine, " in folders.describe_tags(tmp_path / "hub")
+    assert "dcp_to_torch" in folders.describe_tags(tmp_path / "torch")
+    assert "import-deepspeed" in folders.describe_tags(tmp_path / "deepspeed")
+    assert folders.describe_tags(tmp_path / "half").endswith(": none")
+    (tmp_path / "run" / "checkpoints" / "step1").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step1" / "manifest.json").touch()
+    assert folders.describe_tags(tmp_path / "run").endswith(
+        f"there are checkpoints in {tmp_path}/run/checkpoints: give that folder"
+    )
+    (tmp_path / "link").symlink_to(tmp_path / "deleted" / "meanwhile")
+    folders.make_folder(tmp_path / "link")
+    assert (tmp_path / "deleted" / "meanwhile").is_dir()
 
 
 def test_missing_tags(world1, two: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from onecopy.checkpoint.manifest import Manifest, ModelEntry, dtype_of
 from onecopy.checkpoint.meeting import Meeting
 from onecopy.checkpoint.pieces import flat_buffers, model_entries, model_pieces
 from onecopy.checkpoint.reader import RangeReader
-from onecopy.checkpoint.save import companions, raise_first, timeout_of
+from onecopy.checkpoint.save import cause_of, companions, raise_first, timeout_of
 from onecopy.checkpoint.weight_files import RangeWriter, Weight, WeightFiles, bytes_of, former_files, plan_files
 from onecopy.checkpoint.writer import raw_bytes
 from onecopy.errors import CheckpointError
@@ -67,7 +67,7 @@ class Exporter:
             return False
         if engine.configuration.checkpoint.export_format == "safetensors" and name == "pytorch_model.bin":
             name = "model.safetensors"
-        path = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
+        path = folder.absolute(directory)
         meeting = Meeting(engine.communicator, "save_16bit_model", self.count, timeout_of(engine))
         meeting.arrive("")
         self.count += 1
@@ -77,14 +77,15 @@ class Exporter:
         weights = weights_of(model_entries(engine), None, exclude_frozen)
         limit = bytes_of("5GB") if name.endswith(".safetensors") else None
         files = plan_files(path, weights, name, limit)
-        self._together(meeting, "created", lambda: _create(files) if meeting.rank == 0 else None)
+        leads = meeting.rank == 0
         try:
-            self._together(meeting, "written", lambda: self._write(files, weights, meeting))
+            self._together(meeting, "created", path, lambda: _create(files) if leads else None)
+            self._together(meeting, "written", path, lambda: self._write(files, weights, meeting))
+            self._together(meeting, "done", path, lambda: self._finish(files, name, meeting.beat) if leads else None)
         except CheckpointError:
-            if meeting.rank == 0:
+            if leads:
                 files.discard()
             raise
-        self._together(meeting, "done", lambda: self._finish(files, name, meeting.beat) if meeting.rank == 0 else None)
         meeting.part()
         return True
 
@@ -102,15 +103,13 @@ class Exporter:
             (files.folder / companion).write_bytes(content)
 
     @staticmethod
-    def _together(meeting: Meeting, step: str, work: Callable[[], None]) -> None:
+    def _together(meeting: Meeting, step: str, path: Path, work: Callable[[], None]) -> None:
         """Do a part of the work and raise on every rank what one of them met."""
         problem = ""
         try:
             work()
-        except OSError as error:
-            problem = f"{error.filename or ''} cannot be written: {error.strerror or error}"
-        except CheckpointError as error:
-            problem = str(error)
+        except (OSError, CheckpointError) as error:
+            problem = cause_of(error, path)
         raise_first(meeting.exchange(step, {"problem": problem}))
 
 
@@ -178,10 +177,14 @@ def export(
         The files written.
     """
     path, manifest = find(checkpoint, tag)
-    out = Path(os.path.abspath(os.path.expanduser(os.fspath(output))))
+    out = folder.absolute(output)
+    beside = [path, *([folder.absolute(model_folder)] if model_folder is not None else [])]
     kind = torch_dtype(dtype)
     weights = weights_of(manifest.model, kind, exclude_frozen_parameters)
     files = plan_files(out, weights, name, bytes_of(max_shard_size))
+    for origin in beside:
+        if not origin.is_dir():
+            raise CheckpointError(f"{origin} is no folder to take configuration and tokenizer files from")
     folder.make_folder(out)
     files.discard()  # what a killed export left
     try:
@@ -190,10 +193,13 @@ def export(
     except OSError as error:
         files.discard()
         raise CheckpointError(f"nothing was exported to {out}: {error.strerror or error}") from error
+    except CheckpointError as error:
+        files.discard()
+        raise CheckpointError(f"nothing was exported to {out}: {error}; {folder.describe_tags(path.parent)}") from error
     except BaseException:
         files.discard()
         raise
-    copied = _copy_beside([path, *([Path(model_folder)] if model_folder is not None else [])], out)
+    copied = _copy_beside(beside, out)
     return [out / each for each in (*files.pieces, *files.others, *copied)]
 
 
@@ -221,28 +227,17 @@ def fill(files: WeightFiles, weights: Iterable[Weight], path: Path, manifest: Ma
 
 def _copy(weight: Weight, reader: RangeReader, out: FileWriter) -> None:
     """Append one tensor, in the dtype asked for, some elements at a time."""
-    key, total = f"model.{weight.name}", weight.record.numel
-    buffer = torch.empty(min(_BLOCK, total), dtype=reader.entry(key).dtype)
-    for start in range(0, total, _BLOCK):
-        block = buffer[: min(_BLOCK, total - start)]
-        reader.read(key, start, block)
+    for block in reader.blocks(f"model.{weight.name}", _BLOCK):
         out.write(raw_bytes(block.to(weight.dtype)))
 
 
 def find(checkpoint: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, Manifest]:
     """The checkpoint folder and its manifest. Raises CheckpointError when there is none."""
-    given = Path(os.path.abspath(os.path.expanduser(os.fspath(checkpoint))))
-    if tag is None and (given / "manifest.json").is_file():
-        return given, Manifest.read(given)
-    if tag is None or tag == folder.LATEST:
-        options = folder.candidates(given)
-        if not options:
-            raise CheckpointError(f"there is no complete checkpoint in {given}; {folder.describe_tags(given)}")
-        return options[0]
-    path = folder.tags(given).get(str(tag))
-    if path is None:
-        raise CheckpointError(f"there is no checkpoint '{tag}' in {given}; {folder.describe_tags(given)}")
-    return path, Manifest.read(path)
+    home, wanted = folder.locate(checkpoint, tag)
+    options = folder.options(home, wanted)
+    if not options:
+        raise CheckpointError(f"there is no complete checkpoint in {home}; {folder.describe_tags(home)}")
+    return options[0]
 
 
 _DTYPES = {
@@ -263,8 +258,6 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 def _copy_beside(origins: list[Path], out: Path) -> list[str]:
     copied = []
     for origin in origins:
-        if not origin.is_dir():
-            raise CheckpointError(f"{origin} is no folder to take configuration and tokenizer files from")
         for name in _BESIDE:
             if (origin / name).is_file() and origin != out:
                 shutil.copyfile(origin / name, out / name)

@@ -26,6 +26,29 @@ LATEST = "latest"
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 
 
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """A path as a user writes it, made absolute; `~` is the home folder, and links stay links."""
+    return Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
+
+
+def locate(given: str | os.PathLike[str], tag: object = None) -> tuple[Path, str | None]:
+    """The folder of checkpoints and the tag that a user means: by the folder, by one checkpoint's own folder, or by a file in it.
+
+    Raises CheckpointError for a file that lies in no checkpoint.
+    """
+    path = absolute(given)
+    if os.path.isfile(path):
+        if path.name != LATEST and not os.path.isfile(path.parent / manifests.NAME):
+            raise CheckpointError(
+                f"{path} is a file and in no checkpoint; give a folder that save_checkpoint wrote into, or load weight files with "
+                "onecopy.load_pretrained(engine, folder)"
+            )
+        path = path.parent
+    if tag is None and os.path.isfile(path / manifests.NAME):
+        return path.parent, path.name
+    return path, None if tag is None else str(tag)
+
+
 def checked_tag(tag: object) -> str:
     """The tag as text. Raises CheckpointError when it cannot name a folder."""
     text = str(tag)
@@ -50,7 +73,7 @@ def checked_tag(tag: object) -> str:
 
 
 def temporary_name(tag: str) -> str:
-    """A folder name for a save under way, which tells whose it is."""
+    """A name for what a save under way writes, which tells whose it is."""
     return f"{_SAVING}{tag}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -59,7 +82,7 @@ def tags(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     aside: dict[str, Path] = {}
     for entry in _folders(folder):
-        if not (entry / manifests.NAME).is_file():
+        if not manifests.is_there(entry):
             continue
         if entry.name.startswith(_REPLACED):
             aside[entry.name[len(_REPLACED) :].rsplit("-", 1)[0]] = entry
@@ -70,17 +93,39 @@ def tags(folder: Path) -> dict[str, Path]:
 
 def tags_without_manifest(folder: Path) -> list[str]:
     """Folders that look like tags but hold no complete checkpoint."""
-    return sorted(e.name for e in _folders(folder) if not e.name.startswith(".") and not (e / manifests.NAME).is_file())
+    return sorted(e.name for e in _folders(folder) if not e.name.startswith(".") and not manifests.is_there(e))
 
 
-def _folders(folder: Path) -> Iterator[Path]:
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in _entries(folder) if os.path.isdir(path)]
+
+
+def _entries(folder: Path) -> Iterator[Path]:
     try:
         with os.scandir(folder) as entries:
-            yield from sorted(Path(entry.path) for entry in entries if entry.is_dir())
+            yield from sorted(Path(entry.path) for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise CheckpointError(f"the folder {folder} cannot be read: {error.strerror}") from error
+
+
+def options(folder: Path, tag: str | None) -> list[tuple[Path, Manifest]]:
+    """The checkpoints that may be meant, the best first; there may be none. A tag other than "latest" is the only option.
+
+    Raises CheckpointError when there is no such tag, or it is not complete.
+    """
+    if tag is None or tag == LATEST:
+        return candidates(folder)
+    path = tags(folder).get(tag, folder / tag)
+    if not os.path.isdir(path):
+        raise CheckpointError(f"there is no checkpoint '{tag}' in {folder}; {describe_tags(folder)}")
+    if not manifests.is_there(path):
+        raise CheckpointError(f"{path} holds no complete checkpoint (it has no manifest); {describe_tags(folder)}")
+    try:
+        return [(path, Manifest.read(path))]
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {describe_tags(folder)}") from error
 
 
 def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
@@ -88,7 +133,7 @@ def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
 
     A checkpoint that was completed after `latest` was written (a crash came between) goes before it.
     """
-    named, written_at = _latest(folder)
+    named, written_at = named_by_latest(folder)
     found = []
     for tag, path in tags(folder).items():
         try:
@@ -105,7 +150,7 @@ def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
     return [(path, manifest) for _, _, path, manifest in [*newest_unnamed, *rest]]
 
 
-def _latest(folder: Path) -> tuple[str | None, int]:
+def named_by_latest(folder: Path) -> tuple[str | None, int]:
     """The tag `latest` names and when it was written (nanoseconds)."""
     path = folder / LATEST
     try:
@@ -116,21 +161,43 @@ def _latest(folder: Path) -> tuple[str | None, int]:
 
 def describe_tags(folder: Path) -> str:
     """A part of a sentence that says which tags there are."""
-    if not folder.is_dir():
-        return f"{folder} is no folder" if folder.exists() else f"the folder {folder} does not exist"
+    if not os.path.isdir(folder):
+        return f"{folder} is no folder" if os.path.exists(folder) else f"the folder {folder} does not exist"
     complete, incomplete = sorted(tags(folder)), tags_without_manifest(folder)
     text = f"complete tags in {folder}: {', '.join(complete[:20]) or 'none'}"
     text += f"; without manifest: {', '.join(incomplete[:20])}" if incomplete else ""
-    if any(next((folder / name).glob("*mp_rank_00_model_states.pt"), None) for name in incomplete):
-        text += f" (written by DeepSpeed: `onecopy import-deepspeed {folder} OUT` makes it one that loads here)"
-    return text
+    return text + _hint(folder, incomplete, bool(complete))
+
+
+def _hint(folder: Path, inside: list[str], has_ours: bool) -> str:
+    """What a folder seems to hold instead of our checkpoints, and how that gets here."""
+    children = [folder / name for name in inside]
+    places = [folder, *children]
+    if any(_holds(place, "*mp_rank_00_model_states.pt") for place in places):
+        return f" (written by DeepSpeed: `onecopy import-deepspeed {folder} OUT` makes it one that loads here)"
+    if has_ours:
+        return ""
+    for place in children:
+        if tags(place):
+            return f"; there are checkpoints in {place}: give that folder"
+    for place in places:
+        if _holds(place, "*.safetensors") or _holds(place, "pytorch_model*.bin"):
+            return f" ({place} holds weight files: onecopy.load_pretrained(engine, '{place}') loads them)"
+        if _holds(place, ".metadata") and not _holds(place, "state.pt"):
+            call = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {place} FILE"
+            return f" (`{call}` makes one file of {place}, for load_state_dict before onecopy.initialize)"
+    return ""
+
+
+def _holds(place: Path, pattern: str) -> bool:
+    return next(place.glob(pattern), None) is not None
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
 def make_folder(path: Path) -> None:
     """Make a folder and its parents. Raises CheckpointError with the cause."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        Path(os.path.realpath(path)).mkdir(parents=True, exist_ok=True)  # what a link names may have to be made again
     except OSError as error:
         raise CheckpointError(f"the folder {path} cannot be made: {error.strerror or error}") from error
 
@@ -175,7 +242,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def write_latest(folder: Path, tag: str) -> None:
     """Let `latest` name the tag, at once."""
-    temporary = folder / f".{LATEST}-{secrets.token_hex(4)}"
+    temporary = folder / temporary_name(LATEST)
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(tag)
         file.flush()
@@ -209,17 +276,20 @@ def delete(path: Path) -> None:
 
 def clear_leftovers(folder: Path) -> None:
     """Delete what killed jobs of this host left behind."""
-    for entry in _folders(folder):
+    for entry in _entries(folder):
         name = entry.name
         if name.startswith(_DELETING):
             shutil.rmtree(entry, ignore_errors=True)
         elif name.startswith(_SAVING):
             parts = name.rsplit("-", 3)
             if len(parts) == 4 and parts[1] == _host() and parts[2].isdigit() and not _running(int(parts[2])):
-                shutil.rmtree(entry, ignore_errors=True)
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
         elif name.startswith(_REPLACED):
             replacement = folder / name[len(_REPLACED) :].rsplit("-", 1)[0]
-            if (replacement / manifests.NAME).is_file():
+            if os.path.isfile(replacement / manifests.NAME):
                 shutil.rmtree(entry, ignore_errors=True)
 
 
@@ -228,7 +298,7 @@ def keep_newest(folder: Path, count: int, just_saved: str) -> list[str]:
 
     The one just saved and the one `latest` names stay. Folders without a manifest are not touched: they are not ours.
     """
-    named, _ = _latest(folder)
+    named, _ = named_by_latest(folder)
     ages = []
     for tag, path in tags(folder).items():
         try:

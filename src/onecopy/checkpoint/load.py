@@ -51,16 +51,13 @@ class Loader:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `Engine.load_checkpoint`."""
         engine = self.engine
-        given = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
-        home, asked, problem = given, None if tag is None else str(tag), ""
+        home, asked, problem = folder.absolute(directory), None if tag is None else str(tag), ""
         meeting = Meeting(engine.communicator, "load_checkpoint", self.count, timeout_of(engine))
         options: list[tuple[Path, Manifest]] = []
         try:
-            given = home = _folder_of(given)
-            if asked is None and (given / "manifest.json").is_file():  # the folder of one tag itself
-                home, asked = given.parent, given.name
-            options = _options(home, asked)
-        except CheckpointError as error:
+            home, asked = folder.locate(directory, tag)
+            options = folder.options(home, asked)
+        except (CheckpointError, OSError) as error:
             problem = str(error)
         found = [[path.name, manifest.identity] for path, manifest in options]
         arrivals = meeting.arrive({"problem": problem, "found": found})
@@ -111,7 +108,7 @@ class Loader:
 
     def _verify(self, meeting: Meeting, path: Path, manifest: Manifest, attempt: int) -> list[str]:
         """What is wrong with a checkpoint, the same on every rank. Each file is read by one rank that sees it."""
-        seen = [name for name in manifest.files if (path / name).exists()]
+        seen = [name for name in manifest.files if os.path.exists(path / name)]
         sights = meeting.exchange(f"sight {attempt}", seen)
         load = [0] * meeting.world_size
         mine, nowhere = [], []
@@ -197,35 +194,6 @@ class Loader:
             loader.load_state_dict(common["data"])
         if "random" in own:
             random_state.restore_random_state(own["random"], engine.device)
-
-
-def _folder_of(given: Path) -> Path:
-    """The folder that was given, or that a file of a checkpoint lies in. Raises CheckpointError for other files."""
-    if not given.is_file():
-        return given
-    if given.name == folder.LATEST or (given.parent / "manifest.json").is_file():
-        return given.parent
-    raise CheckpointError(
-        f"{given} is a file and in no checkpoint; give a folder that save_checkpoint wrote into, or load weight files with "
-        "onecopy.load_pretrained(engine, folder)"
-    )
-
-
-def _options(home: Path, asked: str | None) -> list[tuple[Path, Manifest]]:
-    """The checkpoints a load may take, the best first. An asked-for tag is the only option, and an error says what is wrong."""
-    if asked is None or asked == folder.LATEST:
-        return folder.candidates(home)
-    path = folder.tags(home).get(asked)
-    if path is None:
-        if (home / asked).is_dir():
-            raise CheckpointError(
-                f"{home / asked} holds no complete checkpoint (it has no manifest); {folder.describe_tags(home)}"
-            )
-        raise CheckpointError(f"there is no checkpoint '{asked}' in {home}; {folder.describe_tags(home)}")
-    try:
-        return [(path, Manifest.read(path))]
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; {folder.describe_tags(home)}") from error
 
 
 def _own_state(reader: RangeReader, rank: int) -> dict[str, Any] | None:

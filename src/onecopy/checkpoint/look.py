@@ -15,24 +15,26 @@ from onecopy.checkpoint.manifest import Manifest
 from onecopy.errors import CheckpointError
 
 
-def _found(directory: str | os.PathLike[str], tag: str | None) -> list[tuple[str, Path]]:
-    """(tag, folder) of the checkpoints meant, the oldest first by name. Raises CheckpointError when there is none."""
-    path = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
-    if tag is None and (path / "manifest.json").is_file():
-        return [(path.name, path)]
-    tags = folder.tags(path)
-    if tag is not None:
-        if tag not in tags:
-            raise CheckpointError(f"there is no checkpoint '{tag}' in {path}; {folder.describe_tags(path)}")
-        return [(tag, tags[tag])]
-    if not tags:
-        raise CheckpointError(folder.describe_tags(path))
-    return list(tags.items())
+def _found(directory: str | os.PathLike[str], tag: str | None) -> tuple[list[tuple[str, Path]], list[str]]:
+    """(tag, folder) of the checkpoints meant, by name, and the folders beside them that hold none.
+
+    Raises CheckpointError when there is none.
+    """
+    home, wanted = folder.locate(directory, tag)
+    tags = folder.tags(home)
+    if wanted is None and tags:
+        return list(tags.items()), folder.tags_without_manifest(home)
+    if wanted in tags:
+        return [(str(wanted), tags[str(wanted)])], []
+    options = folder.options(home, wanted)
+    if not options:
+        raise CheckpointError(f"there is no complete checkpoint in {home}; {folder.describe_tags(home)}")
+    return [(options[0][0].name, options[0][0])], []
 
 
 def show(directory: str | os.PathLike[str], tag: str | None = None) -> int:
     """Print the checkpoints of a folder as a table, or one checkpoint's tensors; 1 when something is incomplete."""
-    found = _found(directory, tag)
+    found, others = _found(directory, tag)
     console = Console(width=None if sys.stdout.isatty() else 160)
     manifests: list[tuple[str, Path, Manifest | None, str]] = []
     for name, path in found:
@@ -42,7 +44,7 @@ def show(directory: str | os.PathLike[str], tag: str | None = None) -> int:
             manifests.append((name, path, None, str(error)))
     home = found[0][1].parent
     console.print(_checkpoints(manifests, home))
-    for name in [] if tag is not None else folder.tags_without_manifest(home):
+    for name in others:
         console.print(f"'{name}' holds no complete checkpoint (no manifest)", style="red", highlight=False)
     if len(found) == 1 and manifests[0][2] is not None:
         console.print(_tensors(manifests[0][2]))
@@ -50,8 +52,7 @@ def show(directory: str | os.PathLike[str], tag: str | None = None) -> int:
 
 
 def _checkpoints(manifests: list[tuple[str, Path, Manifest | None, str]], home: Path) -> Table:
-    latest = home / folder.LATEST
-    named = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
+    named, _ = folder.named_by_latest(home)
     table = Table(title=str(home), title_justify="left")
     for heading in ("tag", "step", "samples", "stage", "ranks", "precision", "weights", "size", "saved", "files"):
         table.add_column(heading, justify="right" if heading in ("step", "samples", "weights", "size") else "left")
@@ -95,7 +96,8 @@ def _tensors(manifest: Manifest) -> Table:
 def verify(directory: str | os.PathLike[str], tag: str | None = None) -> int:
     """Compare every byte with the checksums and print what is wrong; 1 when something is."""
     bad = 0
-    for name, path in _found(directory, tag):
+    found, others = _found(directory, tag)
+    for name, path in found:
         try:
             manifest = Manifest.read(path)
             problems = manifest.problems(path)
@@ -106,15 +108,10 @@ def verify(directory: str | os.PathLike[str], tag: str | None = None) -> int:
             print(f"{name}: {len(manifest.files)} files, {size_text(manifest.nbytes)}, every checksum is right")
         for problem in problems:
             print(f"{name}: {problem}")
-    for name in [] if tag is not None else _incomplete(directory):
+    for name in others:
         print(f"{name}: no complete checkpoint (no manifest)")
         bad += 1
     return 1 if bad else 0
-
-
-def _incomplete(directory: str | os.PathLike[str]) -> list[str]:
-    path = Path(directory)
-    return [] if (path / "manifest.json").is_file() else folder.tags_without_manifest(path)
 
 
 def _missing(path: Path, manifest: Manifest) -> list[str]:

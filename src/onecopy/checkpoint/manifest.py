@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,6 +71,11 @@ class FileEntry:
     crc32: int
     rank: int
     host: str = ""
+
+    @property
+    def writer(self) -> str:
+        """Who wrote it, for messages."""
+        return f"written by rank {self.rank}" + (f" on {self.host}" if self.host else "")
 
 
 @dataclass(slots=True)
@@ -221,6 +227,16 @@ _PLAIN = (
 )  # fmt: skip
 
 
+def is_there(folder: Path) -> bool:
+    """Whether a folder has a manifest. One that may not be looked into counts: reading it says why it cannot be read."""
+    try:
+        return stat.S_ISREG(os.stat(folder / NAME).st_mode)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of a name such as "bfloat16"."""
     found = getattr(torch, name, None)
@@ -247,7 +263,7 @@ def file_problems(
 def _problems_of(
     path: Path, entry: FileEntry, chunks: list[tuple[Chunk, str, int]], progress: Callable[[int], None] | None
 ) -> list[str]:
-    writer = f"written by rank {entry.rank}" + (f" on {entry.host}" if entry.host else "")
+    writer = entry.writer
     try:
         buffer = memoryview(bytearray(_BLOCK))
         with path.open("rb", buffering=0) as file:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from onecopy.checkpoint.checksum import crc32
 from onecopy.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from onecopy.checkpoint.writer import raw_bytes
 from onecopy.errors import CheckpointError
@@ -55,15 +57,38 @@ class RangeReader:
             position = until
 
     def whole(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor of its true shape, on the host."""
+        """The tensor of its true shape, on the host. Raises CheckpointError where its checksums are wrong."""
         entry = self.entry(key)
-        flat = torch.empty(entry.numel, dtype=dtype or entry.dtype)
-        self.read(key, 0, flat)
+        flat, position = torch.empty(entry.numel, dtype=dtype or entry.dtype), 0
+        for block in self.blocks(key, _BLOCK):
+            flat[position : position + block.numel()].copy_(block)
+            position += block.numel()
         return flat.view(entry.shape)
+
+    def blocks(self, key: str, most: int) -> Iterator[torch.Tensor]:
+        """A tensor front to back, at most `most` elements at a time, each of which holds until the next is asked for.
+
+        Raises CheckpointError after the last block of a chunk whose checksum is wrong.
+        """
+        entry = self.entry(key)
+        buffer = torch.empty(min(most, entry.numel), dtype=entry.dtype)
+        position = 0
+        while position < entry.numel:
+            chunk, checksum = self._chunk_at(key, position), 0
+            stop = chunk.start + chunk.numel
+            for low in range(position, stop, most):
+                block = buffer[: min(most, stop - low)]
+                self._fill(chunk.file, chunk.position + (low - chunk.start) * entry.dtype.itemsize, raw_bytes(block))
+                checksum = crc32(raw_bytes(block), checksum)
+                yield block
+            if checksum != chunk.crc32:
+                writer = self.manifest.files[chunk.file].writer
+                raise CheckpointError(f"{chunk.file} ({writer}) is damaged in {key}: checksums differ")
+            position = stop
 
     def _chunk_at(self, key: str, position: int) -> Chunk:
         if key not in self._sorted:
-            chunks = self._readable(self.manifest.tensors[key].chunks)
+            chunks = self._readable(self.entry(key).chunks)
             self._sorted[key] = ([chunk.start for chunk in chunks], chunks)
         starts, chunks = self._sorted[key]
         index = bisect_right(starts, position) - 1
@@ -75,7 +100,7 @@ class RangeReader:
         """In order, each start once: nodes that share no folder each wrote some, and the one that is here is taken."""
         by_start: dict[int, Chunk] = {}
         for chunk in chunks:
-            if chunk.start not in by_start or not (self.folder / by_start[chunk.start].file).exists():
+            if chunk.start not in by_start or not os.path.exists(self.folder / by_start[chunk.start].file):
                 by_start[chunk.start] = chunk
         return [by_start[start] for start in sorted(by_start)]
 
@@ -97,9 +122,8 @@ class RangeReader:
             try:
                 descriptor = self._descriptors[file] = os.open(path, os.O_RDONLY)
             except OSError as error:
-                writer = self.manifest.files[file]
                 raise CheckpointError(
-                    f"{path} cannot be read ({error.strerror}); rank {writer.rank} wrote it{' on ' + writer.host if writer.host else ''}"
+                    f"{path} ({self.manifest.files[file].writer}) cannot be read: {error.strerror}"
                 ) from error
         self.bytes_read += len(view)
         while len(view):

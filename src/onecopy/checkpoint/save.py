@@ -89,9 +89,7 @@ class Saver:
     ) -> bool:
         """See `Engine.save_checkpoint`."""
         self.wait()
-        job = self._prepare(
-            Path(os.path.abspath(os.path.expanduser(os.fspath(directory)))), tag, client_state, save_latest
-        )
+        job = self._prepare(folder.absolute(directory), tag, client_state, save_latest)
         if exclude_frozen_parameters:
             frozen = {f"model.{name}" for name, entry in job.model.items() if entry.kind == "frozen"}
             job.pieces = [piece for piece in job.pieces if piece.key not in frozen]
@@ -277,7 +275,7 @@ def write(job: Job) -> None:
         write_file(path, random_state.file_name(meeting.rank), job.own_state, written, meeting.rank, host)
         _read_back(job, written, list(written.files))
     except Exception as error:
-        problem = _cause(error, path)
+        problem = cause_of(error, path)
     meeting.publish("files", {"problem": problem, "written": written.to_plain()})
     if job.leads:
         problem = _lead(job, written)
@@ -331,7 +329,7 @@ def _lead(job: Job, written: Written) -> str:
         return ""
     except Exception as error:
         folder.delete(path) if path.exists() else None
-        return _cause(error, path)
+        return cause_of(error, path)
 
 
 def complete(job: Job, written: Written) -> None:
@@ -363,7 +361,8 @@ def _version() -> str:
     return onecopy.__version__
 
 
-def _cause(error: Exception, path: Path) -> str:
+def cause_of(error: Exception, path: Path) -> str:
+    """What went wrong, as a part of a sentence; `path` is where the system names no file."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):
