@@ -378,3 +378,23 @@ def test_weights_after_is_plain_sgd() -> None:
     for name, weight in weights_after(range(2)).items():
         assert torch.equal(weight, weights[name])
     assert world(1).size == 1
+
+
+def long_sums(stages: tuple[int, ...]) -> list[tuple[int, float]]:
+    """(skipped steps, norm) of a window of six at each stage, with a loss scale at which one gradient just fits fp16."""
+    found = []
+    for stage in stages:
+        engine = start(stage, 6, fp16={"enabled": True, "loss_scale": 2.0**15}, gradient_clipping=0.0)
+        for micro_batch in range(6):
+            engine.backward(loss_on(engine, micro_batch))
+            engine.step()
+        found.append((engine.skipped_steps, engine.get_global_grad_norm()))
+        engine.destroy()
+    return found
+
+
+def test_a_windows_sum_may_be_too_large_for_fp16(world2: World) -> None:
+    """Stages 0 and 1 send the sum of a window, 2 and 3 every micro-batch: neither overflows before a single gradient does."""
+    for found in world2.run(long_sums, (0, 1, 2, 3)):
+        assert [skipped for skipped, _ in found] == [0, 0, 0, 0]
+        assert [norm for _, norm in found] == pytest.approx([found[3][1]] * 4, rel=1e-3)

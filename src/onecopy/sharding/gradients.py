@@ -9,6 +9,9 @@ parameter without a gradient counts as zero. So ranks that used different parame
 
 A window whose gradients stay whole (stages 0 and 1 with several micro-batches, `no_sync`) collects in an fp32 buffer of
 its own and is reduced once.
+
+Note "sums on a narrow wire". The sum of many micro-batches may be too large for fp16 although none of them was. It travels
+divided by a power of two then, which is exact; or a loss scale would overflow sooner at stages 0 and 1 than at 2 and 3.
 """
 
 from collections import deque
@@ -133,9 +136,10 @@ class Gradients:
         self.deferring = False
         self.unreduced = False  # gradients were left whole since the last round
         self.rounds = 0
+        self._kept = 0  # backwards whose gradients were left whole since the last round
         self.anything_arrived = False
         self._head = 0
-        self._in_flight: deque[tuple[FlatGradient, GradientSlot, PendingReduce]] = deque()
+        self._in_flight: deque[tuple[FlatGradient, GradientSlot, PendingReduce, float]] = deque()
         self._wait_phase = wait_phase
         self._slots: list[GradientSlot] = []
         if not self.alone:
@@ -194,6 +198,7 @@ class Gradients:
         """The backward is over: what is left leaves, and what came after its buffer had left goes in a second round."""
         if self.deferring:
             self.unreduced = True
+            self._kept += 1
             return
         left, self._head = self.all[self._head :], len(self.all)
         for gradient in left:
@@ -203,6 +208,7 @@ class Gradients:
                 self._launch(gradient)
         self.rounds += 1
         self.unreduced = False
+        self._kept = 0
 
     # -------------------------------------------------------------------------------------------------------- the step
     def settle(self) -> None:
@@ -236,6 +242,7 @@ class Gradients:
                 gradient.whole_views = []
         self.rounds = 0
         self.unreduced = False
+        self._kept = 0
 
     def free(self) -> None:
         """Give all memory back; no further gradient may come."""
@@ -291,25 +298,41 @@ class Gradients:
             return
         slot = gradient.slot or self._acquire()
         region = slot.region(gradient.flat, gradient.wire_dtype)
+        divisor = 1.0
         if gradient.slot is None:
             assert gradient.pending is not None
-            region.wire.buffer.copy_(gradient.pending)
+            divisor = self._divisor_on_the_wire(gradient)
+            if divisor == 1.0:
+                region.wire.buffer.copy_(gradient.pending)
+            else:
+                torch.mul(gradient.pending, 1.0 / divisor, out=region.wire.buffer)
         if gradient.whole is not None and gradient.shard is None:
             gradient.shard = self._new_sum(gradient)  # now, while `whole` is the buffer that has just left
         gradient.left = True
         flat = gradient.flat
         pending = self.communicator.start_reduce(region.wire, flat.key, flat.label)
         gradient.slot, gradient.pending = None, None
-        self._in_flight.append((gradient, slot, pending))
+        self._in_flight.append((gradient, slot, pending, divisor))
         while len(self._in_flight) > (_TRAVELLING if self.overlap else 0):
             self._finish_oldest()
 
+    def _divisor_on_the_wire(self, gradient: FlatGradient) -> float:
+        """A power of two that brings the sum of the backwards kept, and the one under way, down to the size of one."""
+        if gradient.wire_dtype != torch.float16 or self._kept == 0:
+            return 1.0
+        return float(1 << self._kept.bit_length())
+
     def _finish_oldest(self) -> None:
-        gradient, slot, pending = self._in_flight.popleft()
+        gradient, slot, pending, divisor = self._in_flight.popleft()
         if gradient.shard is None:
             gradient.shard = self._new_sum(gradient)
+        own = gradient.flat.owned(gradient.shard)
+        if gradient.reduced and divisor != 1.0:
+            own.mul_(1.0 / divisor)
         with self._wait_phase("reduce wait"):  # type: ignore[attr-defined]
-            pending.finish(gradient.flat.owned(gradient.shard), accumulate=gradient.reduced)
+            pending.finish(own, accumulate=gradient.reduced)
+        if divisor != 1.0:
+            own.mul_(divisor)
         gradient.reduced = True
         slot.busy, slot.last = False, pending
 
