@@ -64,7 +64,7 @@ def save_with_a_slow_rank(directory: str) -> float:
     def slow(*arguments: Any) -> None:
         for _ in range(10):
             time.sleep(0.5)
-            arguments[-1](0)
+            arguments[-1]()
         inner(*arguments)
 
     if torch.distributed.get_rank() == 0:

@@ -152,7 +152,6 @@ class Loader:
             if wanted.custom_load is None:
                 read_weights(engine, reader)
             if everything and engine.basic_optimizer is not None:
-                optimizer_state.restore_groups(engine, common["optimizer_groups"])
                 optimizer_state.restore_states(engine, reader)
         except (CheckpointError, OSError) as error:
             problem = f"{error}; the engine holds a part of the checkpoint only and must load again before it is used"
@@ -166,12 +165,23 @@ class Loader:
             for flat in flat_buffers(engine):
                 flat.start_refresh()
             _restore_extra_states(engine, common["extra_state"])
+            alike = (
+                reader.manifest.world_size == meeting.world_size
+            )  # else nobody takes the place of one of those ranks
+            state.restore_own_buffers(engine, own if own is not None and alike else {})
         engine.loaded_checkpoint_dp_world_size = reader.manifest.world_size
         if wanted.module_only:
+            engine._keep_what_moves()
             return dict(common["client_state"])
         if wanted.scheduler_states:
             state.restore_scheduler(engine, common["lr_scheduler"])
+        if everything and engine.basic_optimizer is not None:
+            optimizer_state.restore_groups(
+                engine, common["optimizer_groups"]
+            )  # last, as a schedule writes its own rates
+            optimizer_state.name_what_waits(engine, reader.manifest)
         self._restore_progress(common, own if everything else None)
+        engine._keep_what_moves()
         return dict(common["client_state"])
 
     def _restore_progress(self, common: dict[str, Any], own: dict[str, Any] | None) -> None:
@@ -181,10 +191,7 @@ class Loader:
         engine.global_steps = common["global_steps"]
         engine.global_samples = common["global_samples"]
         engine.skipped_steps = common["skipped_steps"]
-        steps = engine.window.steps
-        engine.window.micro_steps = (
-            common["micro_steps"] // steps * steps if engine.window.managed is not False else common["micro_steps"]
-        )
+        engine.window.begin(common["micro_steps"])
         if engine.scaler is not None and common["loss_scaler"] is not None:
             engine.scaler.load_state_dict(common["loss_scaler"])
         if own is None:

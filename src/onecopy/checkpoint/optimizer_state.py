@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.pieces import flat_buffers, names_by_group
 from onecopy.checkpoint.reader import RangeReader
 from onecopy.errors import CheckpointError
@@ -83,7 +84,12 @@ def restore_states(engine: Engine, reader: RangeReader) -> None:
     }
     numbers = {name: _numbers(reader, states) for name, states in keys.items() if name in here}
     for flat in flat_buffers(engine):
-        kinds = {repr(sorted(numbers.get(name, {}).items())) for name in flat.names if name in here}
+        # Not of one kind either: a parameter without state beside one with. Zeros are not what a first step would make of it.
+        kinds = {
+            (tuple(sorted(keys.get(name, ()))), repr(sorted(numbers.get(name, {}).items())))
+            for name in flat.names
+            if name in here
+        }
         if flat.trainable and len(kinds) > 1:
             engine.masters.separate(set(flat.names))
     live = {id(run.master) for run in engine.masters.runs}
@@ -91,22 +97,37 @@ def restore_states(engine: Engine, reader: RangeReader) -> None:
         del optimizer.state[parameter]
     for run in engine.masters.runs:
         old = optimizer.state.pop(run.master, {})
-        state = _state_of(run, keys, numbers, reader, old)
+        state = _state_of(run, keys, numbers, reader, old, optimizer.param_groups[run.group])
         if not state and not any(place.overlap(run.start, run.stop) for place in run.flat.layout.ranges):
             state = old  # padding alone, of which no checkpoint knows
         if state:
             optimizer.state[run.master] = state
 
 
+def name_what_waits(engine: Engine, manifest: Manifest) -> None:
+    """Say which parameters were trained when it was saved and are frozen here, though the optimizer has them."""
+    waiting = [
+        name
+        for name in engine.thawing.may_follow()
+        if name in manifest.model and manifest.model[name].kind == "trained"
+    ]
+    if waiting:
+        some = ", ".join(waiting[:3]) + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
+        warn(
+            f"the checkpoint trained {some}, frozen here: fp32 weights and optimizer state of what is frozen are not loaded, and "
+            "training it starts anew when it is unfrozen; to go on with them, set requires_grad to True before load_checkpoint"
+        )
+
+
 def _numbers(reader: RangeReader, states: dict[str, str]) -> dict[str, Any]:
-    """A parameter's states that are one number: tensors as (dtype, value), others as they are."""
+    """A parameter's states that are one number: tensors as (dtype, shape, value), others as they are."""
     found: dict[str, Any] = {}
     for state, key in states.items():
         if key in reader.manifest.values:
             found[state] = reader.manifest.values[key]
         elif state in reader.manifest.numbers:
             value = reader.whole(key)
-            found[state] = (str(value.dtype), value.item())
+            found[state] = (str(value.dtype), tuple(value.shape), value.item())
     return found
 
 
@@ -116,6 +137,7 @@ def _state_of(
     numbers: dict[str, dict[str, Any]],
     reader: RangeReader,
     old: dict[str, Any],
+    group: dict[str, Any],
 ) -> dict[str, Any]:
     """A run's state, read into the tensors of its `old` one where they fit: new memory costs as much time as the reading."""
     state: dict[str, Any] = {}
@@ -127,14 +149,14 @@ def _state_of(
         low, high = part
         for name, key in keys[place.name].items():
             if name in numbers[place.name]:
-                state[name] = _number(numbers[place.name][name], reader, key, run)
+                state[name] = _number(numbers[place.name][name], reader, name, key, run, group)
                 continue
             if reader.entry(key).shape != place.shape:
                 raise CheckpointError(
                     f"'{key}' has shape {list(reader.entry(key).shape)} and the parameter {list(place.shape)}"
                 )
             if name not in state:
-                state[name] = _room(run, old.get(name))
+                state[name] = _room(run, old.get(name), _dtype_of_state(reader, key, place.name, run))
             offset = place.start + low - run.start
             state[name][filled.get(name, 0) : offset] = 0
             filled[name] = offset + high - low
@@ -144,17 +166,24 @@ def _state_of(
     return state
 
 
-def _room(run: Run, old: Any) -> torch.Tensor:
+def _dtype_of_state(reader: RangeReader, key: str, name: str, run: Run) -> torch.dtype:
+    """What the optimizer keeps it in: the master's dtype, also where that was another when it was saved, or one of its own."""
+    saved = reader.entry(key).dtype
+    master = reader.manifest.tensors.get(f"model.{name}")
+    return run.master.dtype if master is not None and saved == master.dtype else saved
+
+
+def _room(run: Run, old: Any, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of one element for each of the run's: the old one, if it is such a one."""
     master = run.master.detach()
-    wanted = (master.shape, master.dtype, master.device)
+    wanted = (master.shape, dtype, master.device)
     fits = isinstance(old, torch.Tensor) and old.is_contiguous() and (old.shape, old.dtype, old.device) == wanted
-    return old.detach() if fits else torch.empty_like(master)
+    return old.detach() if fits else torch.empty_like(master, dtype=dtype)
 
 
-def _number(saved: Any, reader: RangeReader, key: str, run: Run) -> Any:
+def _number(saved: Any, reader: RangeReader, name: str, key: str, run: Run, group: dict[str, Any]) -> Any:
+    """One number as the optimizer wants it: on the master's device, but for a step count that its step reads on the host."""
     if key in reader.manifest.values:
         return saved
-    value = reader.whole(key)
-    fused_on_device = run.master.device.type != "cpu"
-    return value.to(run.master.device) if fused_on_device else value
+    on_host = name == "step" and not (group.get("fused") or group.get("capturable"))
+    return reader.whole(key).to("cpu" if on_host else run.master.device)

@@ -1,7 +1,8 @@
 """A rank's pieces of the training state: each a flat range of a named tensor, all of it and nothing twice over the ranks.
 
 Every stage gives the same pieces: a parameter's range belongs to the rank whose shard holds it, also where a stage keeps
-the whole on every rank. Tensors that every rank holds whole (frozen weights at stages 0-2, buffers) are dealt out.
+the whole on every rank. Frozen weights that every rank holds whole (stages 0-2) are dealt out. Buffers are the first rank's,
+all of them: ranks may have their own, and a mean of one rank with a variance of another would be nobody's.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from onecopy.checkpoint.manifest import ModelEntry
+from onecopy.engine.moving_state import persistent_buffers
 from onecopy.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -54,12 +55,15 @@ def engine_names(engine: Engine) -> dict[int, str]:
     return {id(p): name for flat in flat_buffers(engine) for p, name in zip(flat.parameters, flat.names, strict=True)}
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that `state_dict` holds, under every name they have."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for local, buffer in module._buffers.items():
-            if buffer is not None and local not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{local}" if prefix else local), buffer
+def in_mid_window(engine: Engine) -> bool:
+    """Whether gradients of a window under way lie in the engine: what is saved now is the state of the boundary before it."""
+    return engine.runtime.micro_batches > 0 and engine.moving.random is not None
+
+
+def buffers_to_save(engine: Engine) -> dict[str, torch.Tensor]:
+    """This rank's persistent buffers by first name, as they were at the last boundary."""
+    kept = engine.moving.buffers if in_mid_window(engine) else {}
+    return {name: kept.get(name, buffer) for name, buffer in persistent_buffers(engine.module)}
 
 
 def model_entries(engine: Engine) -> dict[str, ModelEntry]:
@@ -96,7 +100,8 @@ def _name(dtype: torch.dtype) -> str:
 def model_pieces(engine: Engine, members: list[int] | None = None) -> Iterator[Piece]:
     """This rank's pieces of weights and buffers: masters where there are any, the weights themselves elsewhere.
 
-    What every rank holds whole is dealt out over `members`: the ranks that share this one's folder, default all.
+    What every rank holds whole is dealt out over `members`: the ranks that share this one's folder, default all. The first
+    of them gives the buffers, in the middle of a window as they were when it began.
     """
     members = members or list(range(engine.communicator.world_size))
     for flat in flat_buffers(engine):
@@ -106,10 +111,16 @@ def model_pieces(engine: Engine, members: list[int] | None = None) -> Iterator[P
         for place, low, high in flat.layout.in_shard(engine.communicator.rank):
             local = place.start + low - flat.own.start
             yield Piece(f"model.{place.name}", place.shape, low, own[local : local + high - low])
-    tensors = plain_tensors(engine)
+    buffers = buffers_to_save(engine)
+    frozen = {name: tensor for name, tensor in plain_tensors(engine).items() if name not in buffers}
     seat = members.index(engine.communicator.rank)
-    for name in dealt_to(seat, len(members), {name: tensor.nbytes for name, tensor in tensors.items()}):
-        yield Piece(f"model.{name}", tuple(tensors[name].shape), 0, tensors[name].detach().contiguous().reshape(-1))
+    mine = {
+        n: frozen[n] for n in dealt_to(seat, len(members), {name: tensor.nbytes for name, tensor in frozen.items()})
+    }
+    if seat == 0:
+        mine |= {name: buffers[name] for name in plain_tensors(engine) if name in buffers}
+    for name, tensor in mine.items():
+        yield Piece(f"model.{name}", tuple(tensor.shape), 0, tensor.detach().contiguous().reshape(-1))
 
 
 def dealt_to(place: int, count: int, sizes: dict[str, int]) -> list[str]:
@@ -150,7 +161,8 @@ def optimizer_pieces(engine: Engine, everybody: bool = False) -> tuple[list[Piec
                     elif start == place.start or (everybody and start == place.start + low):
                         numbers.add(key)
                         if isinstance(value, torch.Tensor):
-                            pieces.append(Piece(name, (), 0, _one_number(value, key).reshape(1)))
+                            number = _one_number(value, key)
+                            pieces.append(Piece(name, tuple(number.shape), 0, number.reshape(1)))
                         else:
                             values[name] = value
     return pieces, values, sorted(numbers)

@@ -136,8 +136,9 @@ class Saver:
             common = state.to_bytes(state.common_state(engine, client))
         except CheckpointError as error:
             problem = str(error)
+        buffers = state.checksums_of_buffers(engine)
         meeting = Meeting(communicator, "save_checkpoint", self.count, timeout_of(engine))
-        arrivals = meeting.arrive({"tag": wanted, "problem": problem})
+        arrivals = meeting.arrive({"tag": wanted, "problem": problem, "buffers": buffers})
         self.count += 1
         if self._previous is not None:
             self._previous.leave()
@@ -159,7 +160,7 @@ class Saver:
             "global_steps": engine.global_steps,
             "global_samples": engine.global_samples,
         }
-        own = state.to_bytes({"random": random_state.random_state(engine.device)})
+        own = state.to_bytes(state.own_state(engine, buffers, arrivals[members[0]]["buffers"]))
         return Job(
             meeting, directory, tag_text, temporary, members, pieces + states, values, numbers, common, own, model_entries(engine), head,
             save_latest, zero.checkpoint.keep_last, companions(engine), zero.checkpoint.verify_after_save,
@@ -269,9 +270,7 @@ def write(job: Job) -> None:
     problem = ""
     try:
         host = platform.node()
-        write_pieces(
-            path, f"__{meeting.rank}_0.distcp", job.pieces, written, meeting.rank, host, lambda _: meeting.beat()
-        )
+        write_pieces(path, f"__{meeting.rank}_0.distcp", job.pieces, written, meeting.rank, host, meeting.beat)
         write_file(path, random_state.file_name(meeting.rank), job.own_state, written, meeting.rank, host)
         _read_back(job, written, list(written.files))
     except Exception as error:

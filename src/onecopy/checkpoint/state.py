@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from onecopy.checkpoint.pieces import optimizer_groups
+from onecopy.checkpoint.checksum import crc32
+from onecopy.checkpoint.pieces import buffers_to_save, in_mid_window, optimizer_groups
+from onecopy.checkpoint.random_state import generators, plain_state
+from onecopy.checkpoint.writer import raw_bytes
 from onecopy.engine.dataloader import ShardedDataLoader
+from onecopy.engine.moving_state import persistent_buffers
 from onecopy.errors import CheckpointError
 from onecopy.observe.log import log_once, warn
 
@@ -102,7 +106,7 @@ def common_state(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
-        "micro_steps": engine.window.micro_steps,
+        "micro_steps": engine.window.micro_steps_at_boundary,
         "loss_scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
         "lr_scheduler": _scheduler_state(engine),
         "optimizer_groups": plain(optimizer_groups(engine), "the optimizer's groups"),
@@ -114,6 +118,32 @@ def common_state(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]
         "config": _json_like(engine.config),
         "client_state": client_state,
     }
+
+
+def checksums_of_buffers(engine: Engine) -> dict[str, int]:
+    """By which ranks find out whose buffers differ: running statistics and counters may be every rank's own."""
+    if engine.communicator.world_size == 1:
+        return {}
+    return {name: crc32(raw_bytes(buffer.reshape(-1))) for name, buffer in buffers_to_save(engine).items()}
+
+
+def own_state(engine: Engine, own: dict[str, int], shared: dict[str, int]) -> dict[str, Any]:
+    """What is this rank's alone: random generators, and buffers whose checksums are not those of the buffers all share."""
+    random = engine.moving.random if in_mid_window(engine) else None
+    buffers = buffers_to_save(engine)
+    return {
+        "random": plain_state(random if random is not None else generators(engine.device)),
+        "buffers": {name: plain(buffers[name], name) for name, sum_ in own.items() if shared.get(name) != sum_},
+    }
+
+
+def restore_own_buffers(engine: Engine, own: dict[str, Any]) -> None:
+    """Give this rank the buffers it had of its own."""
+    saved = own.get("buffers", {})  # checkpoints of older versions have none
+    with torch.no_grad():
+        for name, buffer in persistent_buffers(engine.module):
+            if name in saved and saved[name].shape == buffer.shape:
+                buffer.copy_(saved[name])
 
 
 def _scheduler_state(engine: Engine) -> Any:
@@ -164,6 +194,13 @@ def restore_scheduler(engine: Engine, saved: Any) -> None:
         warn("the checkpoint holds no scheduler state; the learning rate schedule starts anew")
     elif hasattr(scheduler, "load_state_dict"):
         scheduler.load_state_dict(saved)
+        # Torch's schedules leave the groups' rates to the optimizer's state, and many make the next rate from the last.
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+        for group, rate in zip(groups, getattr(scheduler, "_last_lr", ()), strict=False):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(float(rate))
+            else:
+                group["lr"] = float(rate)
 
 
 def _json_like(value: Any) -> Any:

@@ -62,14 +62,14 @@ def write_pieces(
     written: Written,
     rank: int = 0,
     host: str = "",
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write `pieces` into the new file `name` and force it to the disk; what was written is added to `written`.
 
     Data goes from the tensors' memory into the file; from an accelerator one box at a time is copied to the host.
     """
     checksum = 0
-    with FileWriter(folder / name) as file:
+    with FileWriter(folder / name, progress) as file:
         for piece in pieces:
             entry = written.tensors.setdefault(piece.key, TensorEntry(piece.data.dtype, piece.shape))
             for box_shape, start, data in _boxes_of(piece):
@@ -80,8 +80,6 @@ def write_pieces(
                 checksum = crc32(tail, crc32(head, checksum))
                 for part in (head, content, tail):
                     file.write(part)
-                if progress is not None:
-                    progress(file.position)
     written.files[name] = FileEntry(file.position, checksum, rank, host)
 
 

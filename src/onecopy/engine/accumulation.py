@@ -35,6 +35,15 @@ class AccumulationWindow:
         self._micro_steps = value
         self._calls = value % self.steps
 
+    @property
+    def micro_steps_at_boundary(self) -> int:
+        """What `micro_steps` was at the last boundary."""
+        return self._micro_steps - self._calls
+
+    def begin(self, micro_steps: int) -> None:
+        """A window begins after so many micro-batches."""
+        self._micro_steps, self._calls, self._batches_at_last_call = micro_steps, 0, 0
+
     def is_boundary(self, micro_batches: int) -> bool:
         """Whether a `step()` now, `micro_batches` into the window, updates the weights."""
         if self.forced is not None:

@@ -19,6 +19,7 @@ from onecopy.engine.blocks import BlockMethods
 from onecopy.engine.contract import Contract
 from onecopy.engine.dtypes import half, move_buffers
 from onecopy.engine.live_weights import LiveWeights, StaysInPlace
+from onecopy.engine.moving_state import MovingState
 from onecopy.engine.persistence import Persistence
 from onecopy.engine.reporting import Reporter
 from onecopy.engine.scaling import ScaledGradients
@@ -126,6 +127,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         self.runtime.gradient_divisor = self._divisor
         mark_parameters(self.module, self.units, self.configuration, self.communicator)
         self.live = LiveWeights(self.module)
+        self.moving = MovingState(self.module, self.device)
         self.basic_optimizer = inner
         self.optimizer: ShardedOptimizer | None = None
         if inner is not None:
@@ -136,7 +138,8 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
                 inner.bind(self.masters, self.communicator)
             if supports_fused_scaling(inner):
                 make_fused(inner)
-            self.runtime.before_window = Thawing(self, trained.group_of).look
+            self.thawing = Thawing(self, trained.group_of)
+            self.runtime.before_window = self.thawing.look
             self.optimizer_step = OptimizerStep(self.masters, self.gradients, self.communicator, self.model_parallel)
             self.optimizer = ShardedOptimizer(
                 inner,
@@ -145,6 +148,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
                 self._last_update_applied,
                 self.loss_scale,
             )
+        self._clear_window()
         self.reporter.describe(self)
 
     def _drop_untrained_gradients(self, group_of: dict[int, int]) -> None:
@@ -308,6 +312,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         self.runtime.begin_window()
         self._divided_by_caller = False
         self._loss_is_scaled = False
+        self._keep_what_moves()
 
     def _agree_on_order(self) -> None:
         """After the first window: use units' recorded order if all ranks recorded the same."""
@@ -342,6 +347,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         self.runtime.micro_batches = 0
         self.window.discarded()
         self._divided_by_caller = False
+        self._keep_what_moves()
 
     # ---------------------------------------------------------------------------------------------------- being a module
     def train(self, mode: bool = True) -> "Engine":

@@ -118,6 +118,14 @@ class Persistence:
         engine._check_states_are_here()
         engine.live.look(engine.units)
 
+    def _keep_what_moves(self) -> None:
+        """A save in the middle of the window that begins now goes back to here; windows of one micro-batch have no middle."""
+        engine = cast("Engine", self)
+        if engine.window.steps > 1:
+            engine.moving.keep()
+        else:
+            engine.moving.forget()
+
     def wait_for_checkpoint(self) -> None:
         """Return when an asynchronous save is complete; raise what it failed with. Not collective."""
         if self._saver is not None:

@@ -42,6 +42,10 @@ class Thawing:
         self.frozen: list[Named] = [(n, p) for n, p in engine.module.named_parameters() if not p.requires_grad]
         self._count = 0
 
+    def may_follow(self) -> list[str]:
+        """Names of the frozen parameters that the optimizer was given, to be trained later."""
+        return [name for name, parameter in self.frozen if id(parameter) in self.group_of]
+
     def look(self) -> None:
         """Train what has begun to require gradients. Collective when there is something, free otherwise.
 
