@@ -199,6 +199,42 @@ def half_a_load(folder: str) -> tuple[list[float], list[str]]:
     return rates, messages
 
 
+def before_the_first_step(folder: str) -> list[Any]:
+    """Every schedule saved when it has not stepped, as after first steps that all overflowed, and loaded."""
+    found = []
+    for kind, params in SCHEDULES.items():
+        rates = []
+        for load in (False, True):
+            config = small.config(1, scheduler={"type": kind, "params": params})
+            engine = onecopy.initialize(model=Halves(), config=config)[0]
+            if load:
+                engine.load_checkpoint(folder, kind)
+            else:
+                engine.save_checkpoint(folder, kind)
+            for _ in range(3):
+                rates += engine.get_lr()
+                engine.backward(engine(torch.ones(2, 6), True))
+                engine.step()
+            engine.destroy()
+        found.append(rates)
+    return found
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_num_steps": 4},
+    "WarmupDecayLR": {"warmup_num_steps": 2, "total_num_steps": 9},
+    "WarmupCosineLR": {"warmup_num_steps": 2, "total_num_steps": 9},
+    "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4},
+    "LRRangeTest": {},
+    "StepLR": {"step_size": 2},
+}
+
+
+def test_schedules_that_have_not_stepped(world1, tmp_path: Path) -> None:
+    for rates in world1.run(before_the_first_step, str(tmp_path))[0]:
+        assert rates[:3] == rates[3:]
+
+
 def test_a_schedule_alone_and_what_is_frozen_for_now(world1, tmp_path: Path) -> None:
     ((rates, messages),) = world1.run(half_a_load, str(tmp_path))
     assert rates[:2] == rates[2:]

@@ -196,7 +196,8 @@ def restore_scheduler(engine: Engine, saved: Any) -> None:
         scheduler.load_state_dict(saved)
         # Torch's schedules leave the groups' rates to the optimizer's state, and many make the next rate from the last.
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
-        for group, rate in zip(groups, getattr(scheduler, "_last_lr", ()), strict=False):
+        rates = getattr(scheduler, "_last_lr", None) or ()  # DeepSpeed's have none before their first step
+        for group, rate in zip(groups, rates, strict=False):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(float(rate))
             else:
