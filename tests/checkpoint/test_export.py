@@ -168,7 +168,7 @@ def test_inspect_and_verify(world2, tmp_path: Path, capsys: Any) -> None:
     assert "incomplete: state.pt" in capsys.readouterr().out
 
 
-def test_zero_to_fp32_functions(world2, tmp_path: Path) -> None:
+def test_zero_to_fp32_functions(world2, tmp_path: Path, caplog: Any) -> None:
     saved = world2.run(small.run_and_save, str(tmp_path / "run"), 1, "bf16")
     weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run", lazy_mode=True)
     assert weights["head.weight"] is weights["embedding.weight"]
@@ -181,6 +181,8 @@ def test_zero_to_fp32_functions(world2, tmp_path: Path) -> None:
     model = load_state_dict_from_zero_checkpoint(small.make_model(9), tmp_path / "run", "global_step3")
     assert torch.equal(model.blocks[1].up.weight, weights["blocks.1.up.weight"])
     assert model.head.weight is model.embedding.weight
+    load_state_dict_from_zero_checkpoint(torch.nn.Linear(2, 2), tmp_path / "run")
+    assert "the checkpoint lacks weight, bias" in caplog.text
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", tmp_path / "out", max_shard_size="8KB")
     index = json.loads((tmp_path / "out" / "pytorch_model.bin.index.json").read_text())["weight_map"]
     for name, file in index.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -155,6 +156,11 @@ def test_latest_is_followed_repaired_and_overtaken(world1, two: Any) -> None:
     os.utime(directory / "latest", ns=(0, 0))  # a crash came between the rename and `latest`
     assert world1.run(load_newest, directory, 2)[0][0] == "global_step2"
     (directory / "latest").unlink()
+    (directory / "latest").mkdir()  # no file can take its place: the checkpoint counts without it
+    world1.run(save_each_step, directory, 2, 3)
+    assert world1.run(load_newest, directory, 2)[0][0] == "global_step3" and len(os.listdir(directory)) == 4
+    (directory / "latest").rmdir()
+    shutil.rmtree(directory / "global_step3")
     assert world1.run(load_newest, directory, 2, "latest")[0][0] == "global_step2"
     (directory / "latest").write_text("gone")
     assert world1.run(load_newest, directory, 2)[0][0] == "global_step2"

@@ -103,6 +103,13 @@ def test_what_is_missing_is_named(sample: Path, tmp_path: Path, capsys: Any) -> 
     assert main([*arguments, "--tag", "global_step9"]) == 1
     assert "folders there: global_step3" in capsys.readouterr().err
     file = sample / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    latest, whole = (sample / "latest").read_bytes(), file.read_bytes()
+    (sample / "latest").write_bytes(b"\x8f\xff")
+    assert main(arguments) == 1 and "folders there: global_step3" in capsys.readouterr().err
+    (sample / "latest").write_bytes(latest)
+    middle = len(whole) // 2
+    file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :])
+    assert main(arguments) == 1 and f"{file} is damaged" in capsys.readouterr().err
     os.truncate(file, 1000)
     assert main(arguments) == 1
     assert "no complete file" in capsys.readouterr().err

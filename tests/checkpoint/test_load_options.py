@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import socket
@@ -106,6 +108,14 @@ def wrong_models(folder: str, stage: int) -> list[str]:
         model.extra = nn.Linear(3, 3)
         return model
 
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}}
+    engine = onecopy.initialize(model=small.make_model(), config=small.config(stage, world=2) | sgd)[0]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        engine.load_checkpoint(folder)
+    assert bool(said.getvalue()) == (engine.global_rank == 0)
+    messages.append(said.getvalue())
+    small.train(engine, 1, 2)
+    engine.destroy()
     odd = small.make_model()
     odd.blocks[1].up = nn.Linear(small.WIDTH, 38)
     for model, strict in ((bigger(), True), (odd, False), (bigger(), False)):
@@ -122,9 +132,10 @@ def wrong_models(folder: str, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_models_that_do_not_fit_change_nothing(world2, tmp_path: Path, stage: int) -> None:
-    for strict, shape in world2.run(wrong_models, str(tmp_path), stage):
+    for said, strict, shape in world2.run(wrong_models, str(tmp_path), stage):
         assert "lacks 'extra.weight', 'extra.bias'" in strict and "load_module_strict=False" in strict
         assert "'blocks.1.up.weight' is [37, 24] in the checkpoint and [38, 24] in the model" in shape
+        assert not said or ("saved by AdamW" in said and "loaded into SGD (dampening, momentum, nesterov)" in said)
 
 
 def groups(model: nn.Module, turned: bool) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def _tag_folder(directory: Path, tag: str | None) -> Path:
         path = directory / tag
     else:
         names = [directory / name for name in ("latest", "latest_universal") if (directory / name).is_file()]
-        path = directory / names[0].read_text().strip() if names else directory
+        path = directory / names[0].read_text(errors="replace").strip() if names else directory
     if not path.is_dir():
         there = ", ".join(sorted(p.name for p in directory.iterdir() if p.is_dir())) or "none"
         raise CheckpointError(f"there is no checkpoint '{path.name}' in {directory}; folders there: {there}")

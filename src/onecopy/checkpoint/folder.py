@@ -243,11 +243,15 @@ def _exchange(first: Path, second: Path) -> bool:
 def write_latest(folder: Path, tag: str) -> None:
     """Let `latest` name the tag, at once."""
     temporary = folder / temporary_name(LATEST)
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(tag)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / LATEST)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(tag)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / LATEST)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(folder / LATEST)) from error
     sync_folder(folder)
 
 

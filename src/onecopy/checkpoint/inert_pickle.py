@@ -103,6 +103,13 @@ def load_inert(path: Path) -> Any:
     try:
         if not zipfile.is_zipfile(path):
             raise CheckpointError(f"{path} is no complete file of torch.save")
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # a mapped file is not compared with its checksums otherwise
+        if damaged is not None:
+            raise CheckpointError(
+                f"{path} is damaged in its record {damaged}: checksums differ (a file saved under torch.serialization."
+                "set_crc32_options(False) has none: load it and save it again)"
+            )
         return torch.load(path, map_location="cpu", mmap=True, pickle_module=_PICKLE, weights_only=False)
     except CheckpointError:
         raise

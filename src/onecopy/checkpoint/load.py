@@ -152,6 +152,7 @@ class Loader:
             if wanted.custom_load is None:
                 read_weights(engine, reader)
             if everything and engine.basic_optimizer is not None:
+                optimizer_state.warn_of_another_kind(engine, common)
                 optimizer_state.restore_states(engine, reader)
         except (CheckpointError, OSError) as error:
             problem = f"{error}; the engine holds a part of the checkpoint only and must load again before it is used"

@@ -36,6 +36,22 @@ def group_problems(engine: Engine, saved: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+def warn_of_another_kind(engine: Engine, common: dict[str, Any]) -> None:
+    """Say that an optimizer of another kind saved the state: the live one may ignore it, or miss a part of its own at its step.
+
+    Optimizers are taken for one kind where the options of one have all of the other's: so Adam's state serves AdamW, and
+    options that a newer torch adds divide nothing.
+    """
+    live = set(getattr(engine.basic_optimizer, "defaults", ())) - _OF_THIS_MACHINE
+    saved = set(common.get("optimizer_options") or live) - _OF_THIS_MACHINE
+    name, saved_name = type(engine.basic_optimizer).__name__, common["optimizer_class"]
+    if name != saved_name and not (saved <= live or live <= saved):
+        warn(
+            f"the optimizer's state was saved by {saved_name} (options {', '.join(sorted(saved - live))}) and is loaded into {name} "
+            f"({', '.join(sorted(live - saved))}), which may ignore it or fail at its step; load_optimizer_states=False leaves it out"
+        )
+
+
 def _comparable(options: dict[str, Any]) -> dict[str, Any]:
     return {
         k: (v.item() if isinstance(v, torch.Tensor) else v)

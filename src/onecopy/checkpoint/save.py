@@ -319,16 +319,22 @@ def _lead(job: Job, written: Written) -> str:
             if rank != job.meeting.rank:
                 written.take_in(answers[rank]["written"])
         complete(job, written)
+    except Exception as error:
+        folder.delete(path) if path.exists() else None
+        return cause_of(error, path)
+    try:
         if job.moves_latest:
             folder.write_latest(job.directory, job.tag)
         if job.keep_last is not None:
             gone = folder.keep_newest(job.directory, job.keep_last, job.tag)
             if gone:
                 note(f"checkpoints beyond the newest {job.keep_last} were deleted: {', '.join(gone)}")
-        return ""
-    except Exception as error:
-        folder.delete(path) if path.exists() else None
-        return cause_of(error, path)
+    except (OSError, CheckpointError) as error:
+        warn(
+            f"checkpoint '{job.tag}' is complete, and a load without a tag takes it as the newest, but what belongs to it failed: "
+            f"{cause_of(error, job.directory / folder.LATEST)}"
+        )
+    return ""
 
 
 def complete(job: Job, written: Written) -> None:

@@ -111,6 +111,7 @@ def common_state(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]
         "lr_scheduler": _scheduler_state(engine),
         "optimizer_groups": plain(optimizer_groups(engine), "the optimizer's groups"),
         "optimizer_class": type(engine.basic_optimizer).__name__ if engine.basic_optimizer is not None else None,
+        "optimizer_options": list(getattr(engine.basic_optimizer, "defaults", ())),
         "data": _data_position(engine),
         "extra_state": {
             name: plain(value, f"the extra state of module '{name}'") for name, value in extra_states(engine).items()

@@ -9,6 +9,7 @@ from torch import nn
 
 from onecopy.checkpoint.export import export, find, weights_of
 from onecopy.checkpoint.reader import RangeReader
+from onecopy.observe.log import warn
 
 Folder = str | os.PathLike[str]
 
@@ -44,7 +45,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folder, tag: str | None = None) -> nn.Module:
-    """Load the fp32 weights into a plain model on the host, which is returned."""
+    """Load the fp32 weights into a plain model on the host, which is returned; names that only one of them has are warned of."""
     model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    lacks = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    for one, names in (("checkpoint", lacks.missing_keys), ("model", lacks.unexpected_keys)):
+        if names:
+            warn(
+                f"{checkpoint_dir}: the {one} lacks {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+            )
     return model
