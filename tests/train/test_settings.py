@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,13 @@ def test_resuming_keeps_what_is_not_given_again(tmp_path: Path) -> None:
     assert again.width == 32 and again.steps == 9 and again.config == first.config
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    parsed("--folder", str(tmp_path / "b")).save()
+    with pytest.raises(OneCopyError, match=rf"the run is in {re.escape(str(tmp_path / 'b'))}: give that"):
+        parsed("--resume", str(tmp_path / "b" / "checkpoints" / "global_step9"))
+    (tmp_path / "b" / "settings.json").write_text("{")
+    with pytest.raises(OneCopyError, match=r"settings\.json cannot be read .* start without --resume"):
+        parsed("--resume", str(tmp_path / "b"))
     with pytest.raises(OneCopyError, match=r"--resume nowhere: there is no nowhere.settings\.json"):
         parsed("--resume", "nowhere")
     with pytest.raises(OneCopyError, match="--steps is 0"):

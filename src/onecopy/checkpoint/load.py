@@ -88,7 +88,8 @@ class Loader:
                 return None
             if lacking and len(lacking) < len(arrivals):
                 raise CheckpointError(
-                    f"rank {lacking[0]} does not see the checkpoint that other ranks see in {home}; is the folder shared by all nodes?"
+                    f"rank {lacking[0]} does not see the checkpoint that other ranks see in {home}; give a folder that all nodes "
+                    "share, or each node the files that its ranks saved"
                 )
             what = f"checkpoint '{asked}'" if explicit else "complete checkpoint"
             raise CheckpointError(f"there is no {what} in {home}; {folder.describe_tags(home)}")

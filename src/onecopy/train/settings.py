@@ -73,8 +73,13 @@ class Settings:
         """The settings of an earlier run. Raises OneCopyError when the folder holds none."""
         path = Path(run) / "settings.json"
         if not path.exists():
-            raise OneCopyError(f"--resume {run}: there is no {path}; give the folder that an earlier run ended with")
-        return cls(**{**json.loads(path.read_text()), "run": run})
+            above = next((each for each in path.absolute().parents if (each / path.name).exists()), None)
+            fix = f"the run is in {above}: give that" if above else "give the folder that an earlier run ended with"
+            raise OneCopyError(f"--resume {run}: there is no {path}; {fix}")
+        try:
+            return cls(**{**json.loads(path.read_text()), "run": run})
+        except (ValueError, TypeError) as error:
+            raise OneCopyError(f"--resume {run}: {path} cannot be read ({error}); start without --resume") from error
 
 
 def override(document: dict[str, Any], assignment: str) -> None:
