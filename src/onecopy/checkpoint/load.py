@@ -167,10 +167,9 @@ class Loader:
             for flat in flat_buffers(engine):
                 flat.start_refresh()
             _restore_extra_states(engine, common["extra_state"])
-            alike = (
-                reader.manifest.world_size == meeting.world_size
-            )  # else nobody takes the place of one of those ranks
-            state.restore_own_buffers(engine, own if own is not None and alike else {})
+            # Among another number of ranks nobody takes the place of one that saved.
+            if own is not None and reader.manifest.world_size == meeting.world_size:
+                state.restore_own_buffers(engine, own)
         engine.loaded_checkpoint_dp_world_size = reader.manifest.world_size
         if wanted.module_only:
             engine._keep_what_moves()
@@ -178,9 +177,8 @@ class Loader:
         if wanted.scheduler_states:
             state.restore_scheduler(engine, common["lr_scheduler"])
         if everything and engine.basic_optimizer is not None:
-            optimizer_state.restore_groups(
-                engine, common["optimizer_groups"]
-            )  # last, as a schedule writes its own rates
+            # After the schedule, which writes rates of its own.
+            optimizer_state.restore_groups(engine, common["optimizer_groups"])
             optimizer_state.name_what_waits(engine, reader.manifest)
         self._restore_progress(common, own if everything else None)
         engine._keep_what_moves()

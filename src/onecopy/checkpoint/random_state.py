@@ -14,20 +14,8 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def generators(device: torch.device) -> dict[str, Any]:
-    """The states of all generators of this process as they give them: quick enough for every step."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type != "cpu":
-        state["device"] = torch.get_device_module(device.type).get_rng_state(device)
-    return state
-
-
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """What `generators` gave, in types that load safely."""
+    """What the engine's `generators` gave, in types that load safely."""
     kind, keys, position, has_gauss, gauss = state["numpy"]
     numpys = [str(kind), torch.tensor(keys.astype("int64")), int(position), int(has_gauss), float(gauss)]
     return {**state, "numpy": numpys}

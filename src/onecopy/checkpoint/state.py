@@ -14,10 +14,10 @@ import torch
 
 from onecopy.checkpoint.checksum import crc32
 from onecopy.checkpoint.pieces import buffers_to_save, in_mid_window, optimizer_groups
-from onecopy.checkpoint.random_state import generators, plain_state
+from onecopy.checkpoint.random_state import plain_state
 from onecopy.checkpoint.writer import raw_bytes
 from onecopy.engine.dataloader import ShardedDataLoader
-from onecopy.engine.moving_state import persistent_buffers
+from onecopy.engine.moving_state import generators, persistent_buffers
 from onecopy.errors import CheckpointError
 from onecopy.observe.log import log_once, warn
 

@@ -6,9 +6,11 @@ forward writes cannot be told from their versions (batch norm's statistics chang
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -19,6 +21,18 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for local, buffer in module._buffers.items():
             if buffer is not None and local not in module._non_persistent_buffers_set:
                 yield (f"{prefix}.{local}" if prefix else local), buffer
+
+
+def generators(device: torch.device) -> dict[str, Any]:
+    """The states of all random generators of this process as they give them: quick enough for every step."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device.type).get_rng_state(device)
+    return state
 
 
 class MovingState:
@@ -38,19 +52,18 @@ class MovingState:
     @torch.no_grad()
     def keep(self) -> None:
         """A boundary: keep what is there now, in the memory of what was kept before."""
-        from onecopy.checkpoint.random_state import generators
-
         self.random = generators(self.device)
-        old, self.buffers = self.buffers, {}
-        for name, buffer in persistent_buffers(self.model):
-            kept = old.get(name)
-            fits = kept is not None and (kept.shape, kept.dtype, kept.device) == (
-                buffer.shape,
-                buffer.dtype,
-                buffer.device,
-            )
-            self.buffers[name] = kept.copy_(buffer) if kept is not None and fits else buffer.detach().clone()
+        now = dict(persistent_buffers(self.model))
+        if {name: _kind(buffer) for name, buffer in now.items()} != {n: _kind(b) for n, b in self.buffers.items()}:
+            self.buffers = {name: buffer.detach().clone() for name, buffer in now.items()}
+        else:
+            for name, kept in self.buffers.items():
+                kept.copy_(now[name])
 
     def forget(self) -> None:
         """Keep nothing."""
         self.random, self.buffers = None, {}
+
+
+def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return buffer.shape, buffer.dtype, buffer.device
