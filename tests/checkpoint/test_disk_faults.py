@@ -101,6 +101,49 @@ def test_a_full_disk(world2, small_disk: Path) -> None:
     assert os.listdir(small_disk / "out" / "deep") == []
 
 
+def save_into(directory: str, fail_on: int | None = None, error: int = 28) -> str:
+    """Save; rank `fail_on` meets an error of the system at its first write of tensors."""
+    import onecopy.checkpoint.file_writer as files
+
+    engine = small.make_engine(3)
+    small.train(engine, 0, 1)
+    write_all = files.write_all
+
+    def failing(descriptor: int, content: memoryview, position: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    if torch.distributed.get_rank() == fail_on:
+        files.write_all = failing
+    try:
+        engine.save_checkpoint(directory)
+        return "saved"
+    except CheckpointError as problem:
+        return str(problem)
+    finally:
+        files.write_all = write_all
+        engine.destroy()
+
+
+def test_full_disk_on_one_rank_is_said_on_all(world2, tmp_path: Path) -> None:
+    assert world2.run(save_into, str(tmp_path)) == ["saved", "saved"]
+    before = sorted(os.listdir(tmp_path))
+    os.rename(tmp_path / "global_step1", tmp_path / "first")
+    for message in world2.run(save_into, str(tmp_path), 1):
+        assert "rank 1" in message and "No space left on device" in message and "complete tags" in message
+    assert sorted(os.listdir(tmp_path)) == ["first", "latest"] and before == ["global_step1", "latest"]
+
+
+def test_a_folder_that_cannot_be_made(world2, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for message in world2.run(save_into, str(tmp_path / "file" / "run")):
+        assert "cannot be" in message and "Not a directory" in message
+
+
+def test_no_permission_as_the_system_says_it(world2, tmp_path: Path) -> None:
+    for message in world2.run(save_into, str(tmp_path), 0, 13):
+        assert "rank 0" in message and "Permission denied" in message
+
+
 def save_on_a_disk_that_lies(directory: str, reads_back: bool) -> tuple[str, str]:
     """Rank 1's disk keeps one bit other than it was given."""
     import onecopy.checkpoint.file_writer as files
