@@ -112,3 +112,26 @@ def untouched(stage: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_never_used_parameters_are_left_alone(world2: World, stage: int) -> None:
     world2.run(untouched, stage)
+
+
+def norms(enabled: tuple[bool, ...]) -> list[float]:
+    """Gradient norms, with and without fp16, of a window of two in whose first micro-batch rank 0 alone uses an expert."""
+    found = []
+    for fp16 in enabled:
+        precision = {"enabled": fp16, "loss_scale": 8.0}
+        engine, _, _, _ = onecopy.initialize(
+            model=Net(), config=configuration(1, gradient_accumulation_steps=2, fp16=precision)
+        )
+        for number in range(2):
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number))
+            chosen = [0] if number or engine.global_rank == 0 else []
+            engine.backward(engine(x.half() if fp16 else x, chosen).float().square().mean())
+            engine.step()
+        found.append(float(engine.get_global_grad_norm()))
+        engine.destroy()
+    return found
+
+
+def test_ranks_that_kept_different_gradients_divide_by_the_same_for_an_fp16_wire(world2: World) -> None:
+    for wide, narrow in world2.run(norms, (False, True)):
+        assert narrow == pytest.approx(wide, rel=2e-3)

@@ -125,6 +125,7 @@ class Engine(BlockMethods, nn.Module, Answers, ScaledGradients, Persistence, Con
         self.runtime.defer = self._gradients_stay_whole
         self.runtime.scale_outputs = self._scale_output_gradient
         self.runtime.gradient_divisor = self._divisor
+        self.gradients.micro_batches_in_window = lambda: self.window.steps
         mark_parameters(self.module, self.units, self.configuration, self.communicator)
         self.live = LiveWeights(self.module)
         self.moving = MovingState(self.module, self.device)

@@ -11,7 +11,8 @@ A window whose gradients stay whole (stages 0 and 1 with several micro-batches, 
 its own and is reduced once.
 
 Note "sums on a narrow wire". The sum of many micro-batches may be too large for fp16 although none of them was. It travels
-divided by a power of two then, which is exact; or a loss scale would overflow sooner at stages 0 and 1 than at 2 and 3.
+divided by a power of two then, or a loss scale would overflow sooner at stages 0 and 1 than at 2 and 3. All ranks must divide
+by the same, so the divisor comes from the configuration, not from which gradients this rank happens to have kept.
 """
 
 from collections import deque
@@ -136,7 +137,7 @@ class Gradients:
         self.deferring = False
         self.unreduced = False  # gradients were left whole since the last round
         self.rounds = 0
-        self._kept = 0  # backwards whose gradients were left whole since the last round
+        self.micro_batches_in_window: Callable[[], int] = lambda: 1  # the same on all ranks
         self.anything_arrived = False
         self._head = 0
         self._in_flight: deque[tuple[FlatGradient, GradientSlot, PendingReduce, float]] = deque()
@@ -198,7 +199,6 @@ class Gradients:
         """The backward is over: what is left leaves, and what came after its buffer had left goes in a second round."""
         if self.deferring:
             self.unreduced = True
-            self._kept += 1
             return
         left, self._head = self.all[self._head :], len(self.all)
         for gradient in left:
@@ -208,7 +208,6 @@ class Gradients:
                 self._launch(gradient)
         self.rounds += 1
         self.unreduced = False
-        self._kept = 0
 
     # -------------------------------------------------------------------------------------------------------- the step
     def settle(self) -> None:
@@ -242,7 +241,6 @@ class Gradients:
                 gradient.whole_views = []
         self.rounds = 0
         self.unreduced = False
-        self._kept = 0
 
     def free(self) -> None:
         """Give all memory back; no further gradient may come."""
@@ -298,14 +296,12 @@ class Gradients:
             return
         slot = gradient.slot or self._acquire()
         region = slot.region(gradient.flat, gradient.wire_dtype)
-        divisor = 1.0
-        if gradient.slot is None:
-            assert gradient.pending is not None
-            divisor = self._divisor_on_the_wire(gradient)
-            if divisor == 1.0:
-                region.wire.buffer.copy_(gradient.pending)
-            else:
-                torch.mul(gradient.pending, 1.0 / divisor, out=region.wire.buffer)
+        divisor = self._divisor_on_the_wire(gradient)
+        assert gradient.pending is not None
+        if divisor != 1.0:
+            torch.mul(gradient.pending, 1.0 / divisor, out=region.wire.buffer)
+        elif gradient.slot is None:
+            region.wire.buffer.copy_(gradient.pending)
         if gradient.whole is not None and gradient.shard is None:
             gradient.shard = self._new_sum(gradient)  # now, while `whole` is the buffer that has just left
         gradient.left = True
@@ -317,10 +313,10 @@ class Gradients:
             self._finish_oldest()
 
     def _divisor_on_the_wire(self, gradient: FlatGradient) -> float:
-        """A power of two that brings the sum of the backwards kept, and the one under way, down to the size of one."""
-        if gradient.wire_dtype != torch.float16 or self._kept == 0:
+        """A power of two that brings the sum of a window's micro-batches down to the size of one."""
+        if gradient.wire_dtype != torch.float16 or self.placement.gradients.sharded:
             return 1.0
-        return float(1 << self._kept.bit_length())
+        return float(1 << (self.micro_batches_in_window() - 1).bit_length())
 
     def _finish_oldest(self) -> None:
         gradient, slot, pending, divisor = self._in_flight.popleft()
