@@ -114,13 +114,13 @@ def test_never_used_parameters_are_left_alone(world2: World, stage: int) -> None
     world2.run(untouched, stage)
 
 
-def norms(enabled: tuple[bool, ...]) -> list[float]:
-    """Gradient norms, with and without fp16, of a window of two in whose first micro-batch rank 0 alone uses an expert."""
+def norms(kinds: tuple[tuple[int, bool], ...]) -> list[float]:
+    """Gradient norms, by stage and fp16, of a window of two in whose first micro-batch rank 0 alone uses an expert."""
     found = []
-    for fp16 in enabled:
+    for stage, fp16 in kinds:
         precision = {"enabled": fp16, "loss_scale": 8.0}
         engine, _, _, _ = onecopy.initialize(
-            model=Net(), config=configuration(1, gradient_accumulation_steps=2, fp16=precision)
+            model=Net(), config=configuration(stage, gradient_accumulation_steps=2, fp16=precision)
         )
         for number in range(2):
             x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number))
@@ -133,5 +133,11 @@ def norms(enabled: tuple[bool, ...]) -> list[float]:
 
 
 def test_ranks_that_kept_different_gradients_divide_by_the_same_for_an_fp16_wire(world2: World) -> None:
-    for wide, narrow in world2.run(norms, (False, True)):
+    for wide, narrow in world2.run(norms, ((1, False), (1, True))):
         assert narrow == pytest.approx(wide, rel=2e-3)
+
+
+def test_a_block_that_gives_back_its_input_on_one_rank(world2: World) -> None:
+    """Both blocks of rank 1 do: what comes before them must not leave before its own gradient, and then again with it."""
+    for whole, sharded in world2.run(norms, ((1, False), (2, False))):
+        assert sharded == pytest.approx(whole, rel=1e-5)

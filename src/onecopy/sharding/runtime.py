@@ -8,6 +8,7 @@ Autograd runs nodes strictly from the latest created to the earliest (gradient a
 first hook of an earlier call says that all later calls have finished.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -77,6 +78,7 @@ class Runtime:
         self._inside = 0  # forwards of the engine under way
         self._task = -1
         self._touched_forwards: set[int] = set()
+        self._earliest = math.inf  # number of a call that this backward has come to
         self._current: list[tuple[Unit, Slot]] = []  # pinned by the backward of the call under way
         self._held: list[tuple[Unit, Slot]] = []  # pinned from a forward at the root to the end of its backward
         self._handles: list[Any] = []
@@ -289,6 +291,7 @@ class Runtime:
             return
         self._task = torch._C._current_graph_task_id()
         self._touched_forwards = set()
+        self._earliest = math.inf
         self.gradients.begin_backward(deferring=self.defer())
         Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
         for unit in self.residents:  # an earlier backward of the same graph, or a forward in between, let them go
@@ -304,7 +307,10 @@ class Runtime:
         unit = call.unit
         if unit is not None and call.sequence in unit.outstanding:
             unit.outstanding.remove(call.sequence)
-            self._pass_units_after(call)
+            # A block that gives back its input shares its output with the call before: hooks come in the forward's order there.
+            if call.sequence < self._earliest:
+                self._earliest = call.sequence
+                self._pass_units_after(call)
         if call.leases or (unit is not None and unit.whole):
             if unit is not None:
                 self.order.use(unit, backward=True)
