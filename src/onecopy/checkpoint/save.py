@@ -160,7 +160,9 @@ class Saver:
             "global_steps": engine.global_steps,
             "global_samples": engine.global_samples,
         }
-        own = state.to_bytes(state.own_state(engine, buffers, arrivals[members[0]]["buffers"]))
+        # Rank 0's too: the files of nodes that share no folder may be moved into one.
+        shared = [arrivals[rank]["buffers"] for rank in {0, members[0]}]
+        own = state.to_bytes(state.own_state(engine, buffers, *shared))
         return Job(
             meeting, directory, tag_text, temporary, members, pieces + states, values, numbers, common, own, model_entries(engine), head,
             save_latest, zero.checkpoint.keep_last, companions(engine), zero.checkpoint.verify_after_save,
@@ -331,7 +333,7 @@ def _lead(job: Job, written: Written) -> str:
                 note(f"checkpoints beyond the newest {job.keep_last} were deleted: {', '.join(gone)}")
     except (OSError, CheckpointError) as error:
         warn(
-            f"checkpoint '{job.tag}' is complete, and a load without a tag takes it as the newest, but what belongs to it failed: "
+            f"checkpoint '{job.tag}' is complete and can be loaded, but what follows a save (`latest`, keep_last) failed: "
             f"{cause_of(error, job.directory / folder.LATEST)}"
         )
     return ""

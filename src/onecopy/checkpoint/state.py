@@ -128,13 +128,15 @@ def checksums_of_buffers(engine: Engine) -> dict[str, int]:
     return {name: crc32(raw_bytes(buffer.reshape(-1))) for name, buffer in buffers_to_save(engine).items()}
 
 
-def own_state(engine: Engine, own: dict[str, int], shared: dict[str, int]) -> dict[str, Any]:
-    """What is this rank's alone: random generators, and buffers whose checksums are not those of the buffers all share."""
+def own_state(engine: Engine, own: dict[str, int], *shared: dict[str, int]) -> dict[str, Any]:
+    """What is this rank's alone: random generators, and buffers whose checksums are not those of the ones it may be given."""
     random = engine.moving.random if in_mid_window(engine) else None
     buffers = buffers_to_save(engine)
     return {
         "random": plain_state(random if random is not None else generators(engine.device)),
-        "buffers": {name: plain(buffers[name], name) for name, sum_ in own.items() if shared.get(name) != sum_},
+        "buffers": {
+            name: plain(buffers[name], name) for name, sum_ in own.items() if any(s.get(name) != sum_ for s in shared)
+        },
     }
 
 
