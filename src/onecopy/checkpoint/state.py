@@ -135,7 +135,9 @@ def own_state(engine: Engine, own: dict[str, int], *shared: dict[str, int]) -> d
     return {
         "random": plain_state(random if random is not None else generators(engine.device)),
         "buffers": {
-            name: plain(buffers[name], name) for name, sum_ in own.items() if any(s.get(name) != sum_ for s in shared)
+            name: plain(buffers[name], name)
+            for name, checksum in own.items()
+            if any(checksums.get(name) != checksum for checksums in shared)
         },
     }
 
